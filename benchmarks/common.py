@@ -23,7 +23,7 @@ import jax
 import torch
 from tqdm import tqdm
 
-from bridge._xla.multi_output_fusion import requested
+from bridge._xla.multi_output_fusion import is_fusion_enabled
 
 Shape = tuple[int, ...]
 Params = list[torch.nn.Parameter]
@@ -362,7 +362,7 @@ def environment(section: str, settings: Settings) -> dict[str, Any]:
         "machine": machine(settings.device),
         "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}},
         "torch threads": torch.get_num_threads(),
-        "fused loops in XLA": requested(),
+        "fused loops in XLA": is_fusion_enabled(),
         "quick": settings.quick,
     }
 

@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    print(json.dumps(TASKS[given.task](given.candidate, given.set, Settings(quick=given.quick, device=given.device))))
+    print(json.dumps(TASKS[given.spec](given.candidate, given.set, Settings(quick=given.quick, device=given.device))))
 
 
 if __name__ == "__main__":

@@ -86,4 +86,4 @@ __all__ = [
     "write_buffers",
 ]
 
-_multi_output_fusion.request()  # before jax starts a client, which reads the flag
+_multi_output_fusion.set_process_flag()  # before jax starts a client, which reads the flag

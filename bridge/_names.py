@@ -29,19 +29,19 @@ def without_wrappers(names: Sequence[str]) -> list[str]:
     return [".".join(parts) or name for parts, name in zip(split, names, strict=True)]
 
 
-def near(text: str, names: Iterable[str]) -> str:
+def did_you_mean(text: str, names: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name: the closest known names, or else the first known names."""
     known = sorted(set(names))
-    return _question(text, known) or "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
+    return _suggestion(text, known) or "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
 
 
-def near_and_all(text: str, names: Iterable[str]) -> str:
+def did_you_mean_or_list(text: str, names: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name among few: the closest known names, then all known names."""
     known = sorted(set(names))
-    return f"{_question(text, known)} Known: {', '.join(known)}.".lstrip()
+    return f"{_suggestion(text, known)} Known: {', '.join(known)}.".lstrip()
 
 
-def _question(text: str, known: Sequence[str]) -> str:
+def _suggestion(text: str, known: Sequence[str]) -> str:
     folded = {name.casefold(): name for name in known}
     close = [folded[name] for name in difflib.get_close_matches(text.casefold(), folded, n=3, cutoff=0.5)]
     below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
@@ -82,10 +82,10 @@ def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def mapping(tree: object, what: str, source: str) -> Mapping[str, Any]:
+def check_nested_dict(tree: object, what: str, source_function: str) -> Mapping[str, Any]:
     """Return the tree. Raise TypeError if it is no nested dict, and name the function of `bridge` that gives one."""
     if not isinstance(tree, Mapping):
-        raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source}(module) gives.")
+        raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source_function}(module) gives.")
     return tree
 
 
@@ -107,11 +107,11 @@ def tree_paths(names: Sequence[str]) -> tuple[Path, ...]:
     may have parameters of the same name: the second one is then called 'weight#2'.
     """
     paths = tuple(tuple(name.split(".")) for name in names)
-    whole = set(paths)
-    nested = all(path[:n] not in whole for path in paths for n in range(1, len(path))) and len(whole) == len(paths)
-    seen: Counter[str] = Counter()
+    unique_paths = set(paths)
+    nested = all(path[:n] not in unique_paths for path in paths for n in range(1, len(path))) and len(unique_paths) == len(paths)
+    occurrences: Counter[str] = Counter()
     unique = []
     for name in names:
-        seen[name] += 1
-        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+        occurrences[name] += 1
+        unique.append(name if occurrences[name] == 1 else f"{name}#{occurrences[name]}")
     return paths if nested else tuple((name,) for name in unique)

@@ -18,53 +18,53 @@ import numpy as np
 from ._compat.jax import client_started
 from ._compat.torch import DYNAMO, disable_dynamo
 
-X64: Callable[[bool], AbstractContextManager[object]] = jax.enable_x64  # a warm step calls this one, to save a frame
+enable_x64: Callable[[bool], AbstractContextManager[object]] = jax.enable_x64  # a warm step calls this one, to save a frame
 
 
 def x64(on: bool = True) -> AbstractContextManager[object]:
     """Return a context in which jax keeps 64-bit types, or does not. It is local to the thread and leaves the global flag alone."""
-    return X64(on)
+    return enable_x64(on)
 
 
-_GUARDS = "jax_transfer_guard", *(f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_host", "device_to_device"))
+_TRANSFER_GUARDS = "jax_transfer_guard", *(f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_host", "device_to_device"))
 _config: Any = jax.config
-settings = attrgetter("jax_debug_nans", "jax_debug_infs", "jax_disable_jit", *_GUARDS)
-undisturbed = frozenset((False, None, "allow")).issuperset
+read_settings = attrgetter("jax_debug_nans", "jax_debug_infs", "jax_disable_jit", *_TRANSFER_GUARDS)
+has_default_settings = frozenset((False, None, "allow")).issuperset
 
 
-def calm() -> AbstractContextManager[object]:
+def jax_context() -> AbstractContextManager[object]:
     """Return a context for calls in this thread: 64-bit types, no checks for NaN or infinity, no `disable_jit`, no transfer guard."""
-    return X64(True) if undisturbed(settings(jax.config)) else calmed()
+    return enable_x64(True) if has_default_settings(read_settings(jax.config)) else overridden_settings()
 
 
 @contextmanager
-def calmed(wide: bool = True) -> Iterator[None]:
+def overridden_settings(enable_64bit: bool = True) -> Iterator[None]:
     """Enter the context of `jax_context` without looking at the current settings."""
-    with X64(wide), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
+    with enable_x64(enable_64bit), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
 
-def looks_for_nan() -> bool:
+def has_nan_checks() -> bool:
     """Return whether jax checks results for NaN or infinity."""
     return _config.jax_debug_nans or _config.jax_debug_infs
 
 
-def refuse_not_finite(owner: str, values: Iterable[tuple[str, jax.Array | np.ndarray]], consequence: str = "") -> None:
+def raise_if_not_finite(cls_name: str, values: Iterable[tuple[str, jax.Array | np.ndarray]], consequence: str = "") -> None:
     """Raise FloatingPointError if a named array has NaN under `jax_debug_nans`, or infinity under `jax_debug_infs`."""
-    kinds = [("NaN", jnp.isnan, "jax_debug_nans"), ("infinity", jnp.isinf, "jax_debug_infs")]
-    kinds = [kind for kind in kinds if getattr(_config, kind[2])]
-    for name, value in values if kinds else ():
-        for what, is_there, flag in kinds:
-            with calmed():
+    enabled_checks = [("NaN", jnp.isnan, "jax_debug_nans"), ("infinity", jnp.isinf, "jax_debug_infs")]
+    enabled_checks = [kind for kind in enabled_checks if getattr(_config, kind[2])]
+    for name, value in values if enabled_checks else ():
+        for what, is_there, flag in enabled_checks:
+            with overridden_settings():
                 found = jnp.issubdtype(value.dtype, jnp.inexact) and bool(jnp.any(is_there(value)))
             if found:
-                raise FloatingPointError(f"{owner}: {name} of shape {tuple(value.shape)} has {what}, and {flag} is on.{consequence}")
+                raise FloatingPointError(f"{cls_name}: {name} of shape {tuple(value.shape)} has {what}, and {flag} is on.{consequence}")
 
 
 @contextmanager
-def default_settings(wide: bool = True) -> Iterator[None]:
+def default_settings(enable_64bit: bool = True) -> Iterator[None]:
     """Set the context for tracing and compiling: 64-bit types or not, no `disable_jit`, no transfer guard, no mesh of `jax.set_mesh`."""
-    with X64(wide), jax.disable_jit(False), jax.transfer_guard("allow"), without_mesh():
+    with enable_x64(enable_64bit), jax.disable_jit(False), jax.transfer_guard("allow"), without_mesh():
         yield
 
 
@@ -87,7 +87,7 @@ def without_mesh() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause Python's cyclic garbage collector.
 
     What a trace creates stays alive, and the collector would walk all objects of the process again and again. If several threads are in
@@ -106,7 +106,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def not_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def disable_torch_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return the function so that torch.compile breaks its graph there and runs the function uncompiled.
 
     torch's public decorator imports dynamo at once, which takes as long as importing torch. This one imports dynamo at the first call.
@@ -114,13 +114,13 @@ def not_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return disable_dynamo(function)
 
 
-def not_traced_where_imported(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def disable_torch_compile_if_imported(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return what `disable_torch_compile` returns, but never import dynamo for it: unless dynamo is imported, nothing compiles."""
-    outside = not_traced(function)
+    uncompiled = disable_torch_compile(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return outside(*args, **kwargs) if DYNAMO in sys.modules else function(*args, **kwargs)
+        return uncompiled(*args, **kwargs) if DYNAMO in sys.modules else function(*args, **kwargs)
 
     return call
 
@@ -142,7 +142,7 @@ def was_forked() -> bool:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def refuse_fork() -> None:
+def raise_if_forked() -> None:
     """Raise RuntimeError if this process was forked after jax had started."""
     if _forked:
         raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ._process import was_forked
-from ._xla.multi_output_fusion import FUSION_FLAG, SWITCH
-from .environment import Facts, gather
+from ._xla.multi_output_fusion import FUSION_FLAG, FUSION_VARIABLE
+from .environment import Environment, read_environment
 
 # The ranges of pyproject.toml: the least version, and the first that is not supported.
 BOUNDS = {
@@ -71,24 +71,24 @@ def doctor(start: bool = False) -> Report:
     Returns:
       A `Report`. It prints as text; `rows` has check, level, found and fix of each finding; `exit_code` is 1 if one is an error.
     """
-    return diagnosed(gather(was_forked(), start))
+    return diagnose(read_environment(was_forked(), start))
 
 
-def diagnosed(facts: Facts) -> Report:
+def diagnose(facts: Environment) -> Report:
     """Return the report on an `Environment`, of this process or of any other."""
     return Report([finding for check in _CHECKS for finding in check(facts)])
 
 
-def _number(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0])[:3])
 
 
-def _padded(version: str) -> tuple[int, ...]:
-    number = _number(version)
+def _three_numbers(version: str) -> tuple[int, ...]:
+    number = _parse_version(version)
     return number + (0,) * (3 - len(number))
 
 
-def _versions(facts: Facts) -> Iterator[Finding]:
+def _versions(facts: Environment) -> Iterator[Finding]:
     known = {"python": facts.python} | {name: version for name, version in facts.versions.items() if version}
     text = ", ".join(f"{name} {version}" for name, version in known.items())
     wrong = []
@@ -98,7 +98,11 @@ def _versions(facts: Facts) -> Iterator[Finding]:
             fix = f"pip install '{name}>={low},<{high}'"
             yield Finding("versions", WARNING, "torch2jax is not installed: module_function and JaxTrainStep do not work", fix)
             continue
-        fits = version is not None and _padded(version) >= _padded(low) and (high is None or _padded(version) < _padded(high))
+        fits = (
+            version is not None
+            and _three_numbers(version) >= _three_numbers(low)
+            and (high is None or _three_numbers(version) < _three_numbers(high))
+        )
         if not fits:
             wrong.append(f"'{name}>={low}{f',<{high}' if high else ''}'")
     if wrong:
@@ -106,11 +110,11 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding("versions", OK, text)
     ours, beneath = facts.versions.get("jax"), facts.versions.get("jaxlib")
-    if ours and beneath and _padded(beneath) > _padded(ours):
+    if ours and beneath and _three_numbers(beneath) > _three_numbers(ours):
         yield Finding("versions", ERROR, f"jaxlib {beneath} is newer than jax {ours}", f"pip install 'jax=={beneath}' 'jaxlib=={beneath}'")
 
 
-def _devices(facts: Facts) -> Iterator[Finding]:
+def _devices(facts: Environment) -> Iterator[Finding]:
     torch_side = f"torch sees {facts.torch_gpus} GPUs" if facts.torch_gpus else "torch sees the CPU alone"
     asked = facts.env.get("JAX_PLATFORMS", "")
     wants_cpu = asked.split(",")[0] == "cpu"
@@ -120,30 +124,32 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     )
     both = f"{torch_side}, {jax_side}"
     install = "pip install 'maskbridge[cuda]' (a jax built for torch's CUDA), and see CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
-    if facts.failure is not None:
-        why = f"jax does not start{f' (JAX_PLATFORMS={asked})' if asked else ''}: {facts.failure}"
+    if facts.start_error is not None:
+        why = f"jax does not start{f' (JAX_PLATFORMS={asked})' if asked else ''}: {facts.start_error}"
         fix = f"unset JAX_PLATFORMS, or {install}" if asked else f"JAX_PLATFORMS=cpu, or {install}"
         yield Finding("devices", ERROR, f"{torch_side}, {why}", fix)
     elif facts.torch_gpus and wants_cpu:
         yield Finding("devices", WARNING, f"{both}: JAX_PLATFORMS={asked} keeps jax off them", "unset JAX_PLATFORMS to train on a GPU")
-    elif facts.torch_gpus and facts.started and not gpus:
+    elif facts.torch_gpus and facts.has_jax_started and not gpus:
         loaded = "; torch's cuDNN or CUDA may have been loaded first: import jax before torch" if facts.plugins else ""
         yield Finding("devices", ERROR, f"{both}: parameters on a GPU cannot be updated", install + loaded)
-    elif facts.torch_gpus and not facts.started and not facts.plugins:
+    elif facts.torch_gpus and not facts.has_jax_started and not facts.plugins:
         yield Finding("devices", ERROR, f"{both} and has no plugin for GPUs", install)
-    elif facts.torch_gpus and facts.started and gpus != facts.torch_gpus:
+    elif facts.torch_gpus and facts.has_jax_started and gpus != facts.torch_gpus:
         yield Finding("devices", WARNING, f"{both}: not the same number", "set CUDA_VISIBLE_DEVICES for both before either starts")
     elif gpus and not facts.torch_gpus:
         fix = "JAX_PLATFORMS=cpu, or a torch built for CUDA" + (f" ({facts.torch_cuda})" if facts.torch_cuda else "")
         yield Finding("devices", WARNING, f"{both}: jax puts its own arrays on a GPU, where no tensor is", fix)
-    elif facts.started and asked and "cpu" not in asked.split(","):
+    elif facts.has_jax_started and asked and "cpu" not in asked.split(","):
         yield Finding("devices", NOTE, f"{both}: JAX_PLATFORMS={asked} leaves out the CPU", f"JAX_PLATFORMS={asked},cpu for tensors there")
     else:
-        open_yet = facts.jax_devices is None and facts.may_start_gpu
-        yield Finding("devices", NOTE if open_yet else OK, both, "bridge.doctor(start=True) starts it and compares" if open_yet else "")
+        is_undecided = facts.jax_devices is None and facts.may_start_gpu
+        yield Finding(
+            "devices", NOTE if is_undecided else OK, both, "bridge.doctor(start=True) starts it and compares" if is_undecided else ""
+        )
 
 
-def _visible(facts: Facts) -> Iterator[Finding]:
+def _visible(facts: Environment) -> Iterator[Finding]:
     env = facts.env
     names = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     text = ", ".join(f"{name}={env[name]}" for name in names if name in env) or "CUDA_VISIBLE_DEVICES and LOCAL_RANK are not set"
@@ -161,7 +167,7 @@ def _visible(facts: Facts) -> Iterator[Finding]:
         yield Finding("visible devices", OK, text)
 
 
-def _preallocation(facts: Facts) -> Iterator[Finding]:
+def _preallocation(facts: Environment) -> Iterator[Finding]:
     names = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
     given = {name: facts.env[name] for name in names if name in facts.env}
     text = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -177,7 +183,7 @@ def _preallocation(facts: Facts) -> Iterator[Finding]:
         yield Finding("preallocation", OK, text or "not set; no GPU is shared with torch")
 
 
-def _x64(facts: Facts) -> Iterator[Finding]:
+def _x64(facts: Environment) -> Iterator[Finding]:
     if facts.x64:
         yield Finding(
             "x64", NOTE, "on: 0.5 in your own JAX code makes float64", "jax_enable_x64 is not needed: float64 parameters work without"
@@ -186,31 +192,31 @@ def _x64(facts: Facts) -> Iterator[Finding]:
         yield Finding("x64", OK, "off: to_jax keeps float64 and int64, jnp.asarray and jnp.zeros make 32-bit arrays")
 
 
-def _flags(facts: Facts) -> Iterator[Finding]:
-    flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get(SWITCH) == "0"
-    text, asks = f"XLA_FLAGS={flags!r}", facts.by_program and not opted_out
+def _flags(facts: Environment) -> Iterator[Finding]:
+    flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get(FUSION_VARIABLE) == "0"
+    text, asks_per_program = f"XLA_FLAGS={flags!r}", facts.has_per_program_flag and not opted_out
     slower = "Adam moves 40 bytes a parameter on the CPU instead of 28"
     newer = "another jaxlib (0.8 to 0.10 know it)"
-    if FUSION_FLAG in flags and facts.fuses is not False:
-        yield Finding("XLA flags", OK, f"{text}: {'XLA has read it' if facts.fuses else 'set, jax will read it when it starts'}")
-    elif asks and facts.fuses is not False:
+    if FUSION_FLAG in flags and facts.fuses_outputs is not False:
+        yield Finding("XLA flags", OK, f"{text}: {'XLA has read it' if facts.fuses_outputs else 'set, jax will read it when it starts'}")
+    elif asks_per_program and facts.fuses_outputs is not False:
         yield Finding("XLA flags", OK, f"{text}; each update asks for {FUSION_FLAG}")
-    elif asks:
+    elif asks_per_program:
         yield Finding("XLA flags", WARNING, f"this jaxlib does not know {FUSION_FLAG}; {slower}", newer)
     elif FUSION_FLAG in flags:
         fix = f"import bridge before jax computes anything; {newer}"
         yield Finding("XLA flags", WARNING, f"{text}: jax started without it, or this jaxlib does not know it; {slower}", fix)
     elif opted_out:
-        yield Finding("XLA flags", NOTE, f"{SWITCH}=0: {slower}", "unset it")
+        yield Finding("XLA flags", NOTE, f"{FUSION_VARIABLE}=0: {slower}", "unset it")
     elif "xla_backend_extra_options" in flags:
         yield Finding("XLA flags", NOTE, f"{text}: your own options are kept; {slower}", f"add {FUSION_FLAG} to them, with a comma")
     else:
         yield Finding("XLA flags", WARNING, f"jax had started before bridge was imported; {slower}", "import bridge or torch_api first")
 
 
-def _alignment(facts: Facts) -> Iterator[Finding]:
-    if facts.misaligned:
-        sizes = ", ".join(map(str, facts.misaligned))
+def _alignment(facts: Environment) -> Iterator[Finding]:
+    if facts.misaligned_sizes:
+        sizes = ", ".join(map(str, facts.misaligned_sizes))
         yield Finding(
             "alignment",
             WARNING,
@@ -221,8 +227,8 @@ def _alignment(facts: Facts) -> Iterator[Finding]:
         yield Finding("alignment", OK, "torch's own tensors are aligned to 64 bytes; slices (t[1:]) may not be")
 
 
-def _fast_paths(facts: Facts) -> Iterator[Finding]:
-    ways = {"import": facts.importer, "export": facts.exporter}
+def _fast_paths(facts: Environment) -> Iterator[Finding]:
+    ways = {"import": facts.has_fast_import, "export": facts.has_fast_export}
     slow = [name for name, fast in ways.items() if fast is False]
     if slow:
         yield Finding(
@@ -233,9 +239,9 @@ def _fast_paths(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            "fast paths", OK, "chosen when jax starts" if facts.importer is None else "import and export skip jax's public wrappers"
+            "fast paths", OK, "chosen when jax starts" if facts.has_fast_import is None else "import and export skip jax's public wrappers"
         )
-    if not facts.counts_holders:
+    if not facts.has_use_count:
         yield Finding(
             "write-back",
             WARNING,
@@ -244,29 +250,31 @@ def _fast_paths(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _processes(facts: Facts) -> Iterator[Finding]:
-    apart = "DataLoader(..., multiprocessing_context='forkserver'), or torch.multiprocessing.set_start_method('forkserver') at the start"
+def _processes(facts: Environment) -> Iterator[Finding]:
+    fix = "DataLoader(..., multiprocessing_context='forkserver'), or torch.multiprocessing.set_start_method('forkserver') at the start"
     if facts.forked:
-        yield Finding("processes", ERROR, "this process was forked after jax had started: nothing of jax works in it", apart)
+        yield Finding("processes", ERROR, "this process was forked after jax had started: nothing of jax works in it", fix)
     elif facts.start_method == "fork":
-        now = "jax runs here, and" if facts.started else "once jax has started,"
-        yield Finding("processes", NOTE, f"{now} workers of a DataLoader are forked: jax in them may hang, torch alone does not", apart)
+        now = "jax runs here, and" if facts.has_jax_started else "once jax has started,"
+        yield Finding("processes", NOTE, f"{now} workers of a DataLoader are forked: jax in them may hang, torch alone does not", fix)
     else:
         yield Finding("processes", OK, f"workers are started by {facts.start_method}")
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
+def _threads(facts: Environment) -> Iterator[Finding]:
     env = facts.env
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     text = f"{facts.torch_threads} threads of torch on {facts.cores} cores" + "".join(
         f", {name}={env[name]}" for name in names if name in env
     )
     spins = env.get("GOMP_SPINCOUNT", "")
-    short = spins.isdecimal() and int(spins) <= 10_000
-    quiet = facts.threads_end or short or env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("KMP_BLOCKTIME") == "0"
+    spins_briefly = spins.isdecimal() and int(spins) <= 10_000
+    stops_spinning = (
+        facts.openmp_can_pause or spins_briefly or env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("KMP_BLOCKTIME") == "0"
+    )
     if facts.torch_threads > facts.cores:
         yield Finding("threads", WARNING, f"{text}: more than there are cores", "torch.set_num_threads(n), or OMP_NUM_THREADS")
-    elif facts.torch_threads > 1 and not quiet:
+    elif facts.torch_threads > 1 and not stops_spinning:
         yield Finding(
             "threads",
             NOTE,
@@ -277,7 +285,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         yield Finding("threads", OK, text)
 
 
-def _cache(facts: Facts) -> Iterator[Finding]:
+def _cache(facts: Environment) -> Iterator[Finding]:
     if facts.cache_dir is None:
         yield Finding(
             "compilation cache", NOTE, "off: every process compiles anew", "JAX_COMPILATION_CACHE_DIR=/a/folder (docs/performance.md)"
@@ -288,6 +296,6 @@ def _cache(facts: Facts) -> Iterator[Finding]:
         yield Finding("compilation cache", OK, str(facts.cache_dir))
 
 
-_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[Environment], Iterator[Finding]], ...] = (
     _versions, _devices, _visible, _preallocation, _x64, _flags, _alignment, _fast_paths, _processes, _threads, _cache,
 )  # fmt: skip

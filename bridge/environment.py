@@ -15,19 +15,19 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from ._compat.jax import by_program, client_started
-from ._compat.torch import storage_holders
+from ._compat.jax import client_started, has_per_program_flag
+from ._compat.torch import storage_use_count
 from ._interop import dlpack
 from ._runtime import openmp
-from ._xla.compile import compiled
+from ._xla.compile import compile_lowered
 
 PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")
-_SIZES = (1, 3, 16, 100, 1000, 4097)
+_PROBED_SIZES = (1, 3, 16, 100, 1000, 4097)
 
 
 @dataclass(frozen=True)
-class Facts:
+class Environment:
     """The versions, settings and devices of a process, for `bridge.doctor`.
 
     env: The environment variables.
@@ -51,24 +51,24 @@ class Facts:
     torch_gpus: int = 0
     plugins: tuple[str, ...] = ()
     jax_devices: tuple[tuple[str, int], ...] | None = None
-    failure: str | None = None
+    start_error: str | None = None
     x64: bool = False
-    fuses: bool | None = None
-    by_program: bool = True
-    misaligned: tuple[int, ...] = ()
-    importer: bool | None = None
-    exporter: bool | None = None
-    counts_holders: bool = True
+    fuses_outputs: bool | None = None
+    has_per_program_flag: bool = True
+    misaligned_sizes: tuple[int, ...] = ()
+    has_fast_import: bool | None = None
+    has_fast_export: bool | None = None
+    has_use_count: bool = True
     start_method: str = "spawn"
     forked: bool = False
     cores: int = 1
     torch_threads: int = 1
-    threads_end: bool = False
+    openmp_can_pause: bool = False
     cache_dir: str | None = None
     cache_writable: bool = field(default=True)
 
     @property
-    def started(self) -> bool:
+    def has_jax_started(self) -> bool:
         return self.jax_devices is not None
 
     @property
@@ -77,19 +77,19 @@ class Facts:
         return bool(self.plugins) and self.env.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
-def gather(forked: bool = False, start: bool = False) -> Facts:
+def read_environment(forked: bool = False, start_jax: bool = False) -> Environment:
     """Return the `Environment` of this process.
 
     Args:
       forked: Whether this process was forked from one in which jax had started.
       start_jax: Start jax first.
     """
-    devices, failure = _devices() if (start or client_started()) and not forked else (None, None)
+    devices, failure = _devices() if (start_jax or client_started()) and not forked else (None, None)
     started = devices is not None
     has_cpu = started and _has_cpu()
     versions = {name: _version(name) for name in PACKAGES}
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    return Facts(
+    return Environment(
         env=dict(os.environ),
         versions=versions,
         python=platform.python_version(),
@@ -97,19 +97,19 @@ def gather(forked: bool = False, start: bool = False) -> Facts:
         torch_gpus=torch.cuda.device_count() if torch.version.cuda else 0,
         plugins=tuple(name for name in _PLUGINS if _version(name) is not None),
         jax_devices=devices,
-        failure=failure,
+        start_error=failure,
         x64=bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
-        fuses=_fuses() if has_cpu else None,
-        by_program=by_program(),
-        misaligned=tuple(n for n in _SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
-        importer=dlpack._importer("cpu") is not dlpack._public_import if has_cpu else None,
-        exporter=dlpack._exporter() is not torch.from_dlpack if has_cpu else None,
-        counts_holders=storage_holders(torch.empty(1)) > 0,
+        fuses_outputs=_fuses_outputs() if has_cpu else None,
+        has_per_program_flag=has_per_program_flag(),
+        misaligned_sizes=tuple(n for n in _PROBED_SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
+        has_fast_import=dlpack._importer("cpu") is not dlpack._public_import if has_cpu else None,
+        has_fast_export=dlpack._exporter() is not torch.from_dlpack if has_cpu else None,
+        has_use_count=storage_use_count(torch.empty(1)) > 0,
         start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         forked=forked,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         torch_threads=torch.get_num_threads(),
-        threads_end=openmp.pause is not None,
+        openmp_can_pause=openmp.pause is not None,
         cache_dir=cache,
         cache_writable=cache is None or "://" in str(cache) or _writable(str(cache)),
     )
@@ -136,21 +136,21 @@ def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:
 
 def _has_cpu() -> bool:
     try:
-        return dlpack.cpu() is not None
+        return dlpack.cpu_device() is not None
     except RuntimeError:
         return False
 
 
-def _fuses() -> bool:
+def _fuses_outputs() -> bool:
     """Return whether XLA's CPU compiler writes two results from one loop in our programs, by the text of a small executable."""
     anew = time.time_ns() % 2**20 / 2**10  # a new constant, so that the persistent cache of another process does not answer
 
     def two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x * anew, jnp.sin(x) + x
 
-    with jax.default_device(dlpack.cpu()), warnings.catch_warnings():
+    with jax.default_device(dlpack.cpu_device()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unusable cache has a finding of its own
-        text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")), fused=True).as_text()
+        text = compile_lowered(jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")), fuse_outputs=True).as_text()
     return (text or "").count(" fusion(") == 1
 
 

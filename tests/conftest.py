@@ -51,8 +51,8 @@ def unoptimized_training(monkeypatch):
     from bridge._train import train_program
     from bridge._xla import compile_options
 
-    asked = compile_options.of_training
-    monkeypatch.setattr(train_program, "of_training", lambda *of: asked(*of) | unoptimized.EFFORT)
+    asked = compile_options.train_options
+    monkeypatch.setattr(train_program, "train_options", lambda *of: asked(*of) | unoptimized.EFFORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,8 +72,8 @@ def _unoptimized_updates(request):
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (executable, streaming_stats):
-            patch.setattr(module, "of_update", lambda device: compile_options.of_update(device) | unoptimized.options())
-        for module, name in ((cache, "_programs"), (cache, "_recent"), (outline, "_tiles")):
+            patch.setattr(module, "update_options", lambda device: compile_options.update_options(device) | unoptimized.options())
+        for module, name in ((cache, "_programs"), (cache, "_lru"), (outline, "_tiles")):
             patch.setattr(module, name, type(getattr(module, name))())
         yield
 

@@ -16,19 +16,19 @@ import optax
 import optax.contrib
 import torch
 
-from bridge._compiler.spec import MASTER
+from bridge._compiler.spec import MASTER_PARAM
 from bridge._ir.types import PyTree
 
-from ._params.record import Decided
-from ._params.swap import EVALUATION, write
-from ._rules.betas import spread
+from ._params.record import ParamDecision
+from ._params.swap import EVALUATION, write_values
+from ._rules.betas import expand_betas
 from ._rules.types import MutableParamGroup, ParamState, StateDict
 from .optimizer import OptaxOptimizer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-_MODE = "train_mode"  # in a group, False between `eval` and `train`: the key of the schedulefree package
+_MODE_KEY = "train_mode"  # in a group, False between `eval` and `train`: the key of the schedulefree package
 
 
 class MaskedLion(OptaxOptimizer):
@@ -47,8 +47,8 @@ class MaskedLion(OptaxOptimizer):
         weight_decay: float = 1e-3,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedLion, engine, b1, b2)
-        super().__init__(params, optax.lion, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, **_given(mu_dtype=mu_dtype), **engine)
+        b1, b2 = _read_betas(MaskedLion, engine, b1, b2)
+        super().__init__(params, optax.lion, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, **_without_none(mu_dtype=mu_dtype), **engine)
 
 
 class MaskedLamb(OptaxOptimizer):
@@ -68,7 +68,7 @@ class MaskedLamb(OptaxOptimizer):
         weight_decay: float = 0.0,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedLamb, engine, b1, b2)
+        b1, b2 = _read_betas(MaskedLamb, engine, b1, b2)
         super().__init__(params, optax.lamb, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay, **engine)
 
 
@@ -116,7 +116,7 @@ class MaskedAdaBelief(OptaxOptimizer):
         nesterov: bool = False,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedAdaBelief, engine, b1, b2)
+        b1, b2 = _read_betas(MaskedAdaBelief, engine, b1, b2)
         super().__init__(params, optax.adabelief, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov, **engine)
 
 
@@ -135,7 +135,7 @@ class MaskedYogi(OptaxOptimizer):
         eps: float = 1e-3,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedYogi, engine, b1, b2)
+        b1, b2 = _read_betas(MaskedYogi, engine, b1, b2)
         super().__init__(params, optax.yogi, lr=lr, b1=b1, b2=b2, eps=eps, **engine)
 
 
@@ -162,9 +162,9 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         weight_lr_power: float = 2.0,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedScheduleFreeAdamW, engine, b1, b2)
+        b1, b2 = _read_betas(MaskedScheduleFreeAdamW, engine, b1, b2)
         numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
-        super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_given(warmup_steps=warmup_steps), **engine)
+        super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_without_none(warmup_steps=warmup_steps), **engine)
 
     def eval_params(self) -> AbstractContextManager[None]:
         """Swap the averaged weights x into the parameters while the context is open; afterwards the training weights y return, bit for bit.
@@ -177,9 +177,9 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         Raises:
           RuntimeError: `step`, or `eval_params` again, is called inside the context.
         """
-        if self._exchange.inside == EVALUATION:
+        if self._swap.swapped_by == EVALUATION:
             return nullcontext()
-        return self._exchange.hold(type(self).__name__, "eval_params", self._evaluated, self._transaction)
+        return self._swap.swap_in(type(self).__name__, "eval_params", self._eval_weights, self._transaction)
 
     def eval(self) -> None:
         """Swap the averaged weights x into the parameters until `train()`, as inside `eval_params()`. A second call does nothing.
@@ -190,18 +190,18 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         Raises:
           RuntimeError: the call is inside `eval_params()` or `ema_params()`.
         """
-        if self._exchange.inside == EVALUATION:
+        if self._swap.swapped_by == EVALUATION:
             return
         with self._transaction():
-            if self._exchange.inside:
-                self._exchange.refuse(f"{type(self).__name__}.eval")
-            pairs = self._evaluated()
-            numbers = {id(p): b1 for p, b1, _ in self._members()}
-            self._points = {id(p): (p.detach().clone(memory_format=torch.preserve_format), numbers[id(p)]) for p, _ in pairs}
-            self._exchange.inside = EVALUATION
+            if self._swap.swapped_by:
+                self._swap.raise_swapped_error(f"{type(self).__name__}.eval")
+            pairs = self._eval_weights()
+            numbers = {id(p): b1 for p, b1, _ in self._params_with_b1_and_state()}
+            self._training_weights = {id(p): (p.detach().clone(memory_format=torch.preserve_format), numbers[id(p)]) for p, _ in pairs}
+            self._swap.swapped_by = EVALUATION
             for group in self.param_groups:
-                group[_MODE] = False
-            write([p for p, _ in pairs], [x for _, x in pairs])
+                group[_MODE_KEY] = False
+            write_values([p for p, _ in pairs], [x for _, x in pairs])
 
     def train(self) -> None:
         """Swap the training weights y back into the parameters. Without `eval()` before, it does nothing.
@@ -212,57 +212,57 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         Raises:
           RuntimeError: the call is inside `eval_params()` or `ema_params()`.
         """
-        if not self._exchange.inside:
+        if not self._swap.swapped_by:
             return
         with self._transaction():
-            if self._exchange.inside != EVALUATION:
-                self._exchange.refuse(f"{type(self).__name__}.train")
-            pairs = [(p, self._training_point(p, b1, state)) for p, b1, state in self._members() if "z" in state]
-            write([p for p, _ in pairs], [y for _, y in pairs])
+            if self._swap.swapped_by != EVALUATION:
+                self._swap.raise_swapped_error(f"{type(self).__name__}.train")
+            pairs = [(p, self._training_weight(p, b1, state)) for p, b1, state in self._params_with_b1_and_state() if "z" in state]
+            write_values([p for p, _ in pairs], [y for _, y in pairs])
             for group in self.param_groups:
-                group.pop(_MODE, None)
-            self._exchange.inside, self._points = "", {}
+                group.pop(_MODE_KEY, None)
+            self._swap.swapped_by, self._training_weights = "", {}
 
-    def _training_point(self, p: torch.Tensor, b1: float, state: ParamState) -> torch.Tensor:
-        master = state[MASTER].to(p.dtype) if MASTER in state else None  # y in a loaded optimizer
-        y, b1_before = self._points.get(id(p), (master, b1))
-        if y is not None and torch.equal(p.detach(), _average(y, b1_before, state["z"]).to(p.dtype)):
+    def _training_weight(self, p: torch.Tensor, b1: float, state: ParamState) -> torch.Tensor:
+        master = state[MASTER_PARAM].to(p.dtype) if MASTER_PARAM in state else None  # y in a loaded optimizer
+        y, b1_before = self._training_weights.get(id(p), (master, b1))
+        if y is not None and torch.equal(p.detach(), _eval_weight(y, b1_before, state["z"]).to(p.dtype)):
             return y
         return b1 * p.detach() + (1.0 - b1) * state["z"]
 
-    def _members(self) -> list[tuple[torch.Tensor, float, ParamState]]:
+    def _params_with_b1_and_state(self) -> list[tuple[torch.Tensor, float, ParamState]]:
         """Return each parameter with its b1 and its state."""
         return [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
 
-    def _evaluated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(p, _average(p.detach(), b1, state["z"])) for p, b1, state in self._members() if "z" in state]
+    def _eval_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(p, _eval_weight(p.detach(), b1, state["z"])) for p, b1, state in self._params_with_b1_and_state() if "z" in state]
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._points: dict[int, tuple[torch.Tensor, float]] = {}  # y and b1 at `eval()`, by id of the parameter
+    def _init_uncopied(self) -> None:
+        super()._init_uncopied()
+        self._training_weights: dict[int, tuple[torch.Tensor, float]] = {}  # y and b1 at `eval()`, by id of the parameter
 
-    def _set_state(self, state: StateDict, decided: Sequence[tuple[str, int, Decided]] | None) -> None:
-        super()._set_state(state, decided)
-        self._points = {}
-        if self._exchange.inside in ("", EVALUATION):
-            evaluates = any(not group.get(_MODE, True) for group in self.param_groups)
-            self._exchange.inside = EVALUATION if evaluates else ""
+    def _set_state(self, state: StateDict, decisions: Sequence[tuple[str, int, ParamDecision]] | None) -> None:
+        super()._set_state(state, decisions)
+        self._training_weights = {}
+        if self._swap.swapped_by in ("", EVALUATION):
+            evaluates = any(not group.get(_MODE_KEY, True) for group in self.param_groups)
+            self._swap.swapped_by = EVALUATION if evaluates else ""
 
 
-def _average(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
+def _eval_weight(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
     return (y - (1.0 - b1) * z) / b1
 
 
-def _momenta(owner: type, engine: MutableParamGroup, b1: float, b2: float) -> tuple[float, float]:
+def _read_betas(owner: type, engine: MutableParamGroup, b1: float, b2: float) -> tuple[float, float]:
     """Return b1 and b2 of the keyword arguments. `betas` is removed from `engine`; b1 and b2 must have their defaults then."""
     if "betas" not in engine:
         return b1, b2
     defaults = inspect.signature(owner.__init__).parameters
     given = {name: value for name, value in (("b1", b1), ("b2", b2)) if value is not defaults[name].default}
-    both = spread(owner.__name__, {"betas": engine.pop("betas")} | given, ("b1", "b2"))
+    both = expand_betas(owner.__name__, {"betas": engine.pop("betas")} | given, ("b1", "b2"))
     return both["b1"], both["b2"]
 
 
-def _given(**options: object) -> MutableParamGroup:
+def _without_none(**options: object) -> MutableParamGroup:
     """Return the options that are not None; None means optax's default."""
     return {name: value for name, value in options.items() if value is not None}

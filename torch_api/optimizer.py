@@ -22,12 +22,12 @@ import torch
 
 from bridge import _process
 from bridge._compiler import leaf_update
-from bridge._compiler.spec import AVERAGE, GRADIENTS, NO_EXTRA, Extra, Field, Same
+from bridge._compiler.spec import EMA_PARAM, GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, ExtraArgsSpec, StateField
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._ir.types import PyTree
 from bridge._names import tree_paths
-from bridge._process import not_traced
+from bridge._process import disable_torch_compile
 from bridge._runtime import execute
 from bridge._runtime.transaction import Transaction
 from bridge._transforms.selectors import Selector
@@ -36,36 +36,44 @@ from bridge._warnings import stack_level
 from . import options, report
 from . import state_dict as checkpoint
 from ._params import buckets, param_groups
-from ._params.hyperparam_table import Rows
-from ._params.record import Decided, Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
+from ._params.hyperparam_table import HyperparamTable
+from ._params.record import (
+    ParamDecision,
+    ParamRecord,
+    check_has_storage,
+    check_no_overlap,
+    check_unsharded_for_clipping,
+    grad_error_text,
+    grads_with_dense_storage,
+)
 from ._params.selectors import Selectors
-from ._params.state import States
-from ._params.swap import Exchange
+from ._params.state import StateStore
+from ._params.swap import ParameterSwap
 from ._rules import betas, validators
-from ._rules.from_optax import as_rule, gives_lr, last_factor, multiplies
-from ._rules.optimizer_spec import Rule
+from ._rules.from_optax import as_optimizer_spec, is_lr_explicit, lr_scales_update, trailing_factor
+from ._rules.optimizer_spec import OptimizerSpec
 from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, StateDict
 from ._step import grad_scaler, hooks
-from ._step.bound_executable import Launch, restore
+from ._step.bound_executable import BoundExecutable, restore_values
 from ._step.closure import Closure
-from ._step.extra_args import Arguments
-from ._step.grad_scaler import Scaling
-from ._step.guards import Sight
-from ._step.launch_cache import Launches
-from ._step.recompile_reasons import Cache, CacheInfo, few_names
-from ._step.state_watch import Asks
-from .optimizer_base import GroupedOptimizer, devices_of
-from .options import Changeable, Options
+from ._step.extra_args import ExtraArgs
+from ._step.grad_scaler import LossScale
+from ._step.guards import Guards
+from ._step.launch_cache import LaunchCache
+from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
+from ._step.state_watch import StateAccess
+from .optimizer_base import SelectorOptimizer, devices_of
+from .options import Options, ValidatedAttribute
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-_ALL = "all"  # the key of the only `OptimizerSpec`
-_FEW = 50  # with more leaves, only the first is traced to find a constant factor of the update
-_ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
+_ONLY_SPEC = "all"  # the key of the only `OptimizerSpec`
+_MAX_TRACED_LEAVES = 50  # with more leaves, only the first is traced to find a constant factor of the update
+_ENGINE_ARGUMENTS = options.OPTION_NAMES | {"mask", "decay_mask", "lr_scale"}
 
 
-class OptaxOptimizer(GroupedOptimizer):
+class OptaxOptimizer(SelectorOptimizer):
     """A `torch.optim.Optimizer` whose update is one compiled JAX program that writes into the parameters' own memory.
 
     Args:
@@ -108,11 +116,13 @@ class OptaxOptimizer(GroupedOptimizer):
         that matches nothing, or an error of the transformation. Nothing has been changed then.
     """
 
-    _overridden: Callable[..., AbstractContextManager[None]] | None = None  # sets `hyper_params` for one step, in classes that have them
-    max_grad_norm: Any = Changeable()
-    ema_decay: Any = Changeable()
+    _temporary_hyper_params: Callable[..., AbstractContextManager[None]] | None = (
+        None  # sets `hyper_params` for one step, in classes that have them
+    )
+    max_grad_norm: Any = ValidatedAttribute()
+    ema_decay: Any = ValidatedAttribute()
     # The attributes that copies and pickles have in addition to torch's.
-    _carried = ("_rules", "_options", "_selectors", "_gave_lr", "max_grad_norm", "ema_decay")
+    _copied_attributes = ("_optimizer_specs", "_options", "_selectors", "_gave_lr", "max_grad_norm", "ema_decay")
 
     def __init__(
         self,
@@ -131,64 +141,64 @@ class OptaxOptimizer(GroupedOptimizer):
         ema_decay: float | None = None,
         **hyperparams: Any,
     ) -> None:
-        owner = type(self).__name__
+        cls_name = type(self).__name__
         engine = {"max_grad_norm": max_grad_norm, "writeback": writeback, "state_dtype": state_dtype, "master_weights": master_weights}
         engine |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed, "ema_decay": ema_decay}
         torch_options = {name: hyperparams.pop(name) for name in param_groups.TORCH_OPTIONS & hyperparams.keys()}
-        rule, defaults = as_rule(owner, tx, hyperparams)
-        self._gave_lr = gives_lr(type(self), tx, hyperparams)
-        param_groups.make_tuples(defaults, rule)
-        if not rule.scaled:
-            param_groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | param_groups.TORCH_OPTIONS | _ENGINE)
-        selectors = Selectors(owner, {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
-        self._build(param_groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, engine)
+        rule, defaults = as_optimizer_spec(cls_name, tx, hyperparams)
+        self._gave_lr = is_lr_explicit(type(self), tx, hyperparams)
+        param_groups.convert_sequences(defaults, rule)
+        if not rule.is_optax:
+            param_groups.check_keywords(cls_name, hyperparams, rule.hyperparams.keys() | param_groups.TORCH_OPTIONS | _ENGINE_ARGUMENTS)
+        selectors = Selectors(cls_name, {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
+        self._build(param_groups.list_params(cls_name, params), {_ONLY_SPEC: rule}, defaults | torch_options, selectors, engine)
 
     def _build(
-        self, params: ParamsT, rules: dict[Hashable, Rule], defaults: MutableParamGroup, selectors: Selectors, engine: Hyperparams
+        self, params: ParamsT, rules: dict[Hashable, OptimizerSpec], defaults: MutableParamGroup, selectors: Selectors, engine: Hyperparams
     ) -> None:
         """Construct with one `OptimizerSpec` for all groups, or one for each label."""
-        owner = type(self).__name__
-        self._rules, self._options = rules, Options.of(owner, engine)
+        cls_name = type(self).__name__
+        self._optimizer_specs, self._options = rules, Options.validate(cls_name, engine)
         self.max_grad_norm, self.ema_decay = self._options.max_grad_norm, self._options.ema_decay
-        if not self.by_label:
-            param_groups.check_group(owner, defaults, rules[_ALL])
+        if not self._is_partitioned:
+            param_groups.check_group(cls_name, defaults, rules[_ONLY_SPEC])
         if selectors["decay_mask"] is not None and not any("weight_decay" in rule.hyperparams for rule in rules.values()):
-            raise ValueError(f"{owner}: decay_mask is given, but this rule has no weight_decay.")
+            raise ValueError(f"{cls_name}: decay_mask is given, but this rule has no weight_decay.")
         self._selectors = selectors
-        self._leaves: list[Leaf] = []
+        self._records: list[ParamRecord] = []
         self._constructed = False
-        self._begin()
+        self._init_uncopied()
         super().__init__(params, self._with_momentum(defaults))
-        self._resolve([], self._leaves)
-        self._warn_of_products()
+        self._apply_selectors([], self._records)
+        self._warn_of_multiplied_lr()
         self._constructed = True
-        self._place()
-        self._follow_fused()
+        self._rebuild_layout()
+        self._handle_loss_scale_if_fused()
 
-    def _begin(self) -> None:
+    def _init_uncopied(self) -> None:
         """Initialize the attributes that no copy or pickle has."""
-        self._signature = []
-        self._extra, self._argument_names, self._cache = NO_EXTRA, (), Cache(type(self).__name__)
+        self._prepared_signature = []
+        self._extra_spec, self._extra_arg_names, self._used_executables = NO_EXTRA_ARGS, (), UsedExecutables(type(self).__name__)
         self._group_keys: list[tuple[str, ...]] = []  # the keys of each group at the last check
-        self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
-        self._warned = self._warned_of_frozen = False
+        self._loss_scale, self._swap, self._guards, self._state_access = LossScale(), ParameterSwap(), Guards(), StateAccess()
+        self._warned_of_copies = self._warned_of_frozen = False
 
-    def rule_of(self, group: ParamGroup) -> Rule:
+    def _optimizer_spec_of(self, group: ParamGroup) -> OptimizerSpec:
         """Return the `OptimizerSpec` that updates the parameters of a group."""
-        return self._rules[group.get("label") if self.by_label else _ALL]
+        return self._optimizer_specs[group.get("label") if self._is_partitioned else _ONLY_SPEC]
 
     def _with_momentum(self, defaults: MutableParamGroup) -> MutableParamGroup:
         """Return the defaults of all groups. Schedulers find `betas` in them if every group has momenta, under this or another name."""
-        if not self.by_label:
+        if not self._is_partitioned:
             return self._with_betas(defaults)
         everywhere = all(
-            betas.BETAS in rule.hyperparams or self._betas_of(rule) for label, rule in self._rules.items() if label is not None
+            betas.BETAS in rule.hyperparams or self._betas_of(rule) for label, rule in self._optimizer_specs.items() if label is not None
         )
-        return betas.Group(defaults, ()) if everywhere else defaults
+        return betas.BetasGroup(defaults, ()) if everywhere else defaults
 
     # ------------------------------------------------------------------ placement
 
-    def _place(self, move: bool = True) -> None:
+    def _rebuild_layout(self, moves_params: bool = True) -> None:
         """Rebuild the layout: hyperparameter rows, buffers, state and caches of all parameters.
 
         `moves_params` False leaves the buffers to the first step, because an unpickler still references the tensors that it has made.
@@ -197,49 +207,53 @@ class OptaxOptimizer(GroupedOptimizer):
         the step after an error or an interrupt rebuilds the layout.
         """
         with self._transaction():
-            self._arrange(move)
+            self._rebuild_layout_now(moves_params)
 
-    def _arrange(self, move: bool) -> None:
-        if self._signature is None:
+    def _rebuild_layout_now(self, moves_params: bool) -> None:
+        if self._prepared_signature is None:
             gc.collect()  # objects of an interrupted rebuild may still reference the parameters' memory
-        self._signature = None
-        if "_launches" in vars(self):
-            self._launches.is_outdated = True  # first, because a step that compiles continues even if this raises in a signal handler
-        _process.refuse_fork()
+        self._prepared_signature = None
+        if "_launch_cache" in vars(self):
+            self._launch_cache.is_outdated = True  # first, because a step that compiles continues even if this raises in a signal handler
+        _process.raise_if_forked()
         for group in self.param_groups:  # user code may have added a plain dict
-            betas.take_betas(group, self._betas_of(self.rule_of(group)))
-        leaves = self._followed()
+            betas.expand_betas_entry(group, self._betas_of(self._optimizer_spec_of(group)))
+        leaves = self._reconcile_records()
         for leaf in leaves:
-            if self._is_active(leaf) and leaf.param.requires_grad:
+            if self._is_trainable(leaf) and leaf.param.requires_grad:
                 param_groups.check_parameter(type(self).__name__, leaf.name, leaf.param)
-            leaf.look()  # model.to() may have changed the dtype
-        self._leaves, self._devices = leaves, devices_of(leaf.param for leaf in leaves)
+            leaf.refresh_metadata()  # model.to() may have changed the dtype
+        self._records, self._devices = leaves, devices_of(leaf.param for leaf in leaves)
         checkpoint.update_trainable_params(self.param_groups, leaves)
-        check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
-        kept = self._options.kept(self.ema_decay is not None)
-        self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, kept)
-        self._listed = [list(group["params"]) for group in self.param_groups]
-        self._sight.forget()
-        self._active = list(filter(self._is_active, self._leaves))
-        for leaf in self._leaves:
-            leaf.state = None
-        trained = [leaf for leaf in self._active if leaf.param.requires_grad]
+        check_unsharded_for_clipping(type(self).__name__, self.max_grad_norm, filter(self._is_trainable, self._records))
+        kept = self._options.aux_state(self.ema_decay is not None)
+        self._hyperparam_table = HyperparamTable(
+            type(self).__name__, self._records, self._is_trainable, self.param_groups, self._optimizer_spec_of, self._extra_spec, kept
+        )
+        self._params_by_group = [list(group["params"]) for group in self.param_groups]
+        self._guards.invalidate()
+        self._trainable = list(filter(self._is_trainable, self._records))
+        for leaf in self._records:
+            leaf.state_buffers = None
+        trained = [leaf for leaf in self._trainable if leaf.param.requires_grad]
         for leaf in trained:
             device_of(leaf.param)  # raises for an unsupported device before any parameter is moved
-        check_apart(type(self).__name__, self._active)
-        if move:
-            self._place_leaves(trained)
-        self._active.sort(key=self.arrangement.sort_key)
-        rules = list(map(self.rule_of, self.param_groups))
-        states = States(type(self).__name__, self._active, self.arrangement, rules, vars(self)["state"], self._options.begin)
-        self._launches = Launches(states, self.max_grad_norm, self._cache)
-        states.begin_eager(self._hyperparams)
-        self._signature = self._group_signature()
+        check_no_overlap(type(self).__name__, self._trainable)
+        if moves_params:
+            self._adopt_params(trained)
+        self._trainable.sort(key=self._hyperparam_table.canonical_order)
+        rules = list(map(self._optimizer_spec_of, self.param_groups))
+        states = StateStore(
+            type(self).__name__, self._trainable, self._hyperparam_table, rules, vars(self)["state"], self._options.initial_aux_value
+        )
+        self._launch_cache = LaunchCache(states, self.max_grad_norm, self._used_executables)
+        states.init_eager_state(self._hyperparams)
+        self._prepared_signature = self._recompile_signature()
         self._warn_of_copies()
 
     def _warn_of_frozen(self) -> None:
         """Warn once about a step that updates nothing because every gradient belongs to a frozen parameter."""
-        names = [] if self._warned_of_frozen else [leaf.name for leaf in self._leaves if leaf.param.grad is not None]
+        names = [] if self._warned_of_frozen else [leaf.name for leaf in self._records if leaf.param.grad is not None]
         if names:
             self._warned_of_frozen = True
             warnings.warn(
@@ -248,24 +262,28 @@ class OptaxOptimizer(GroupedOptimizer):
                 stacklevel=stack_level(),
             )
 
-    def _warn_of_products(self) -> None:
+    def _warn_of_multiplied_lr(self) -> None:
         """Warn once if the given lr multiplies an update that a learning rate multiplies already.
 
         If one group has an lr of 1, the lr of each other group is a multiplier on purpose.
         """
-        rates: dict[int, tuple[Rule, list[float]]] = {}
+        rates: dict[int, tuple[OptimizerSpec, list[float]]] = {}
         for group in self.param_groups:
-            rule = self.rule_of(group)
+            rule = self._optimizer_spec_of(group)
             rates.setdefault(id(rule), (rule, []))[1].append(float(group["lr"]))
-        for rule, given in rates.values():
-            if not multiplies(rule) or any(math.isclose(lr, 1.0, rel_tol=1e-3) for lr in given):
+        for rule, rates_of_groups in rates.values():
+            if not lr_scales_update(rule) or any(math.isclose(lr, 1.0, rel_tol=1e-3) for lr in rates_of_groups):
                 continue
-            seen = [leaf for leaf in self._leaves if self.rule_of(self.param_groups[leaf.group]) is rule and self._is_active(leaf)]
-            seen = [leaf for leaf in seen if leaf.param.requires_grad]
-            seen = seen if len(seen) <= _FEW else seen[:1]
-            factor = last_factor(rule, self._tree_of(seen)) if seen else None
+            leaves = [
+                leaf
+                for leaf in self._records
+                if self._optimizer_spec_of(self.param_groups[leaf.group_index]) is rule and self._is_trainable(leaf)
+            ]
+            leaves = [leaf for leaf in leaves if leaf.param.requires_grad]
+            leaves = leaves if len(leaves) <= _MAX_TRACED_LEAVES else leaves[:1]
+            factor = trailing_factor(rule, self._shape_tree(leaves)) if leaves else None
             if factor is not None:
-                lr = given[0]
+                lr = rates_of_groups[0]
                 warnings.warn(
                     f"{type(self).__name__}: lr is {lr:g}, and the transformation multiplies its update by {abs(factor):g} already, so "
                     f"parameters move with a learning rate of {lr * abs(factor):g}. Give the learning rate once: to the transformation, "
@@ -274,30 +292,30 @@ class OptaxOptimizer(GroupedOptimizer):
                 )
                 return
 
-    def _tree_of(self, leaves: Sequence[Leaf]) -> PyTree:
+    def _shape_tree(self, leaves: Sequence[ParamRecord]) -> PyTree:
         """Return the tree of shapes that a transformation sees for these records, with None in place of all others."""
-        paths = tree_paths([leaf.name for leaf in self._leaves])
+        paths = tree_paths([leaf.name for leaf in self._records])
         kinds = {id(leaf): jax.ShapeDtypeStruct(tuple(leaf.param.shape), numpy_dtype(leaf.dtype)) for leaf in leaves}
         root: PyTree = {}
-        for leaf, (*above, last) in zip(self._leaves, paths, strict=True):
+        for leaf, (*above, last) in zip(self._records, paths, strict=True):
             node = root
             for part in above:
                 node = node.setdefault(part, {})
             node[last] = kinds.get(id(leaf))
         return root
 
-    def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
+    def _adopt_params(self, leaves: Sequence[ParamRecord]) -> None:
         with torch.inference_mode(False):  # otherwise the parameters would become inference tensors
-            buckets.place(leaves, self.arrangement.pack_key, self._options.writeback)
+            buckets.assign_buffers(leaves, self._hyperparam_table.bucket_key, self._options.writeback)
 
     def _warn_of_copies(self) -> None:
         """Warn once about parameters that could be updated in place if nobody else referenced their memory.
 
         The layout is complete before this raises, if warnings are errors.
         """
-        names = [] if self._warned or self._options.writeback != "inplace" else buckets.copied_by_others(self._active)
+        names = [] if self._warned_of_copies or self._options.writeback != "inplace" else buckets.foreign_memory_params(self._trainable)
         if names:
-            self._warned = True
+            self._warned_of_copies = True
             warnings.warn(
                 f"{type(self).__name__}: each step copies {few_names(names)}, because somebody else may hold their memory, which is not "
                 "torch's own (torch.from_numpy, DLPack, a mapped file), and then sees the updates. If nobody needs to see them, give each "
@@ -306,28 +324,30 @@ class OptaxOptimizer(GroupedOptimizer):
                 stacklevel=stack_level(),
             )
 
-    def dissolve(self, leaves: Iterable[Leaf]) -> bool:
+    def _move_out_of_buckets(self, leaves: Iterable[ParamRecord]) -> bool:
         """Move parameters that are large rows of buckets, and their state, into buffers of their own. Return whether there were any.
 
         They stay there, so a later set of gradients finds them in the same place.
         """
-        found = list(filter(buckets.is_large_row, leaves))
-        if not found:
+        large_rows = list(filter(buckets.is_large_row, leaves))
+        if not large_rows:
             return False
-        begun = [leaf for leaf in found if leaf.state is not None]
-        for leaf in found:
-            leaf.apart = True
-        self._place()
-        states = self._launches.states
-        states.give([leaf for leaf in begun if leaf.spec is not None], states.rows.cut(self._hyperparams()))
+        with_state = [leaf for leaf in large_rows if leaf.state_buffers is not None]
+        for leaf in large_rows:
+            leaf.left_bucket = True
+        self._rebuild_layout()
+        states = self._launch_cache.states
+        states.ensure_state(
+            [leaf for leaf in with_state if leaf.spec is not None], states.hyperparam_table.values_by_row(self._hyperparams())
+        )
         return True
 
-    def _follow(self) -> None:
+    def _rebuild_if_outdated(self) -> None:
         """Rebuild the layout, as a step would, if user code changed groups or options, or if the last rebuild failed."""
-        if self._group_signature() != self._signature:
-            self._place()
+        if self._recompile_signature() != self._prepared_signature:
+            self._rebuild_layout()
 
-    def _group_signature(self) -> list[object]:
+    def _recompile_signature(self) -> list[object]:
         """Return everything that decides which parameters exist and which program runs. A step rebuilds the layout when it changes.
 
         Raises:
@@ -336,15 +356,15 @@ class OptaxOptimizer(GroupedOptimizer):
         keys = list(map(tuple, self.param_groups))
         if keys != self._group_keys:
             for group in self.param_groups:
-                param_groups.check_keys(type(self).__name__, group, self.rule_of(group))
+                param_groups.check_keys(type(self).__name__, group, self._optimizer_spec_of(group))
             self._group_keys = keys
         get: Any = dict.get  # faster than the method of `betas.Group`
         signature: list[object] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
-        for group, listed in zip(self.param_groups, self._listed, strict=False):
+        for group, listed in zip(self.param_groups, self._params_by_group, strict=False):
             params = group["params"]
             signature += (id(group), get(group, "trainable", True), len(params) == len(listed) and all(map(is_, params, listed)))
             signature.append(get(group, betas.BETAS) is None)
-        for group, name, decisive in self.arrangement.watched:
+        for group, name, decisive in self._hyperparam_table.recompile_keys:
             signature.append(group[name] if decisive is None else decisive(group[name]))
         return signature
 
@@ -353,21 +373,26 @@ class OptaxOptimizer(GroupedOptimizer):
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a step in hooks and a profiler mark, as torch does, but only if somebody observes it: both cost as much as a small step."""
-        heard, found = torch.optim.Optimizer.profile_hook_step(func), hooks.FOUND
+        with_torch_hooks, global_hooks = torch.optim.Optimizer.profile_hook_step(func), hooks.GLOBAL_HOOKS
 
-        @not_traced
+        @disable_torch_compile
         @functools.wraps(func)
         def step(self: OptaxOptimizer, *args: Any, **kwargs: Any) -> Any:
-            if found.noted() or found.profiled() or found.before or self._optimizer_step_pre_hooks:
-                return heard(self, *args, **kwargs)
+            if (
+                global_hooks.is_any_thread_profiled()
+                or global_hooks.is_this_thread_profiled()
+                or global_hooks.pre_hooks
+                or self._optimizer_step_pre_hooks
+            ):
+                return with_torch_hooks(self, *args, **kwargs)
             result = func(self, *args, **kwargs)
-            for hook in (*self._optimizer_step_post_hooks.values(), *found.after.values()):
+            for hook in (*self._optimizer_step_post_hooks.values(), *global_hooks.post_hooks.values()):
                 hook(self, (self, *args), kwargs)
             return result
 
         return step
 
-    @not_traced
+    @disable_torch_compile
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: PyTree) -> Any:
         """Update every trained parameter that has a gradient.
 
@@ -386,181 +411,191 @@ class OptaxOptimizer(GroupedOptimizer):
             parameter was freed. Nothing was updated.
           TypeError: the transformation takes no extra arguments, or a required one is missing.
         """
-        numbers = extra_args.pop("hyper_params", None) if self._overridden is not None else None
-        if self._exchange.inside:
-            self._exchange.refuse(f"{type(self).__name__}.step")
-        loss, looked = None, vars(self).pop("_looked", False)
+        hyper_params = extra_args.pop("hyper_params", None) if self._temporary_hyper_params is not None else None
+        if self._swap.swapped_by:
+            self._swap.raise_swapped_error(f"{type(self).__name__}.step")
+        loss, grads_checked = None, vars(self).pop("_looked", False)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         search = None
-        if closure is not None and any(rule.takes_extra for rule in self._rules.values()):
-            search = Closure(closure, self._leaves, self.arrangement.skeleton)
-            offered = {"grad": Same(GRADIENTS), "value_fn": search.value_fn} | ({} if loss is None else {"value": loss})
-            extra_args = offered | extra_args
+        if closure is not None and any(rule.takes_extra_args for rule in self._optimizer_specs.values()):
+            search = Closure(closure, self._records, self._hyperparam_table.all_paths)
+            default_args = {"grad": ById(GRADS_PLACEHOLDER), "value_fn": search.value_fn} | ({} if loss is None else {"value": loss})
+            extra_args = default_args | extra_args
         done = False
         while not done:
             with Transaction(self._devices) as transaction:
-                if numbers is None or self._overridden is None:
-                    done = self._update(transaction, extra_args, looked, search)
+                if hyper_params is None or self._temporary_hyper_params is None:
+                    done = self._update(transaction, extra_args, grads_checked, search)
                 else:
-                    with self._overridden(numbers):
-                        done = self._update(transaction, extra_args, looked, search)
+                    with self._temporary_hyper_params(hyper_params):
+                        done = self._update(transaction, extra_args, grads_checked, search)
         return loss
 
-    def _update(self, transaction: Transaction, extra_args: dict[str, PyTree], looked: bool, search: Closure | None) -> bool:
+    def _update(self, transaction: Transaction, extra_args: dict[str, PyTree], grads_checked: bool, search: Closure | None) -> bool:
         """Run the step within a transaction. Return False if it must start over, because the parameters are on other devices now.
 
         `grads_checked`: GradScaler has checked all gradients for infinities.
         """
-        given, devices = vars(self), self._devices
-        if self._exchange.inside:  # another thread may have opened the context
-            self._exchange.refuse(f"{type(self).__name__}.step")
-        arguments = self._arguments(extra_args) if extra_args else None
-        if self._group_signature() != self._signature:
-            self._place()
-        asked = self._asks.count
-        if self._asks.open and not self._as_left():
-            self._place()  # user code edited the state: continue from the edited values
-        live, grads = self._sight.glance() or self._look()
-        if self._devices != devices or not live:
-            if not live:
+        attributes, devices = vars(self), self._devices
+        if self._swap.swapped_by:  # another thread may have opened the context
+            self._swap.raise_swapped_error(f"{type(self).__name__}.step")
+        arguments = self._make_extra_args(extra_args) if extra_args else None
+        if self._recompile_signature() != self._prepared_signature:
+            self._rebuild_layout()
+        access_count = self._state_access.access_count
+        if self._state_access.may_be_referenced and not self._state_is_unmodified():
+            self._rebuild_layout()  # user code edited the state: continue from the edited values
+        with_grad, grads = self._guards.check() or self._slow_path()
+        if self._devices != devices or not with_grad:
+            if not with_grad:
                 self._warn_of_frozen()
             return self._devices == devices
-        extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
+        extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves([self._trainable[i] for i in with_grad])
         hyperparams = self._hyperparams()
-        scaled = "found_inf" in given or given.get("grad_scale") is not None  # GradScaler sets and deletes them
+        scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None  # GradScaler sets and deletes them
         if scaled:
-            grad_scaler.check(grad_scale=given.get("grad_scale"), found_inf=given.get("found_inf"))
-        checked = scaled and looked
-        on_device = self._launches.known.get((live, extra, scaled, checked))
-        self._cache.hits += on_device is not None
+            grad_scaler.check_scaler_tensors(grad_scale=attributes.get("grad_scale"), found_inf=attributes.get("found_inf"))
+        finite_check_done = scaled and grads_checked
+        on_device = self._launch_cache.bound_by_grad_set.get((with_grad, extra, scaled, finite_check_done))
+        self._used_executables.hits += on_device is not None
         if on_device is None:
-            on_device = self._build_launches(live, extra, scaled, hyperparams, checked, transaction)
+            on_device = self._prepare_launches(with_grad, extra, scaled, hyperparams, finite_check_done, transaction)
             if not on_device:
                 return False
-        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
-            before += launch.copied() if launch.program.calls_back else ()
-        landed: list[Launch] = []
+            snapshots += launch.snapshot() if launch.executable.has_callback else ()
+        completed: list[BoundExecutable] = []
         try:
             for launches in on_device:
-                scales = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
-                moved, skipped = execute.run(launches, grads, hyperparams, further, scales, landed)
+                scales = (
+                    self._loss_scale.program_arguments(launches[0].device, attributes.get("grad_scale"), attributes.get("found_inf"))
+                    if scaled
+                    else ()
+                )
+                moved, skipped = execute.run(launches, grads, hyperparams, extra_arrays, scales, completed)
                 if scaled:
-                    self._scaling.keep(launches[0].device, skipped[0])
+                    self._loss_scale.record_skipped(launches[0].device, skipped[0])
                 if moved:
-                    self._launches.follow(launches)
+                    self._launch_cache.rebind(launches)
         except BaseException as error:
-            self._launches.follow(landed)
-            if self._launches.salvage(error, before, landed):
-                self._place()
+            self._launch_cache.rebind(completed)
+            if self._launch_cache.recover_after_failure(error, snapshots, completed):
+                self._rebuild_layout()
             raise
-        if self._asks.open:
-            self._take_back(asked)
+        if self._state_access.may_be_referenced:
+            self._stop_watching_if_unreferenced(access_count)
         if search is not None and search.error is not None:
-            restore(before)
+            restore_values(snapshots)
             raise search.error
         return True
 
-    def _arguments(self, given: dict[str, PyTree]) -> Arguments:
+    def _make_extra_args(self, extra_args: dict[str, PyTree]) -> ExtraArgs:
         """Return the extra arguments of a step. If their names differ from the last step's, the layout is rebuilt."""
-        if not any(rule.takes_extra for rule in self._rules.values()):
-            raise TypeError(f"{type(self).__name__}.step: this transformation takes no extra arguments, but got {sorted(given)}.")
-        arguments = Arguments(given, self._leaves, self.arrangement.skeleton)
-        if arguments.names != self._argument_names:
-            before = self._argument_names, self._extra
+        if not any(rule.takes_extra_args for rule in self._optimizer_specs.values()):
+            raise TypeError(f"{type(self).__name__}.step: this transformation takes no extra arguments, but got {sorted(extra_args)}.")
+        arguments = ExtraArgs(extra_args, self._records, self._hyperparam_table.all_paths)
+        if arguments.names != self._extra_arg_names:
+            before = self._extra_arg_names, self._extra_spec
             try:
-                self._extra, _ = arguments.of([leaf for leaf in self._active if leaf.param.requires_grad])
-                self._argument_names = arguments.names
-                self._place()
+                self._extra_spec, _ = arguments.for_leaves([leaf for leaf in self._trainable if leaf.param.requires_grad])
+                self._extra_arg_names = arguments.names
+                self._rebuild_layout()
             except BaseException:
-                self._argument_names, self._extra = before  # the next step may not have the rejected arguments
+                self._extra_arg_names, self._extra_spec = before  # the next step may not have the rejected arguments
                 raise
         return arguments
 
-    def _build_launches(
-        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
-    ) -> list[list[Launch]]:
+    def _prepare_launches(
+        self,
+        with_grad: tuple[int, ...],
+        extra: ExtraArgsSpec,
+        scaled: bool,
+        hyperparams: np.ndarray,
+        finite_check_done: bool,
+        transaction: Transaction,
+    ) -> list[list[BoundExecutable]]:
         """Call `LaunchCache.prepare`. The next step rebuilds the layout after an error or an interrupt in it.
 
         Returns:
           The bound executables by device, or an empty list if the step must start over.
         """
-        if self.dissolve(self._launches.sparse(live)):
+        if self._move_out_of_buckets(self._launch_cache.leaves_of_sparse_buckets(with_grad)):
             return []
-        launches, signature, self._signature = self._launches, self._signature, None
-        with self.arrangement.explaining([self._active[i] for i in live]):
-            found = launches.build(live, extra, scaled, hyperparams, checked, transaction)
-        if launches.is_outdated or self._exchange.inside:  # a signal handler has changed the optimizer during the compilation
+        launches, signature, self._prepared_signature = self._launch_cache, self._prepared_signature, None
+        with self._hyperparam_table.explain_missing_leaves([self._trainable[i] for i in with_grad]):
+            bound = launches.prepare(with_grad, extra, scaled, hyperparams, finite_check_done, transaction)
+        if launches.is_outdated or self._swap.swapped_by:  # a signal handler has changed the optimizer during the compilation
             return []
-        self._sight.forget(launches.began)
-        self._signature = signature
-        return found
+        self._guards.invalidate(launches.has_new_state)
+        self._prepared_signature = signature
+        return bound
 
-    def _look(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    def _slow_path(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Do the work of `Guards.check` parameter by parameter: check each gradient before any is used, and follow all changes.
 
         Returns:
           The positions of the records with a gradient, and the gradients.
         """
-        live: list[int] = []
+        with_grad: list[int] = []
         grads: list[torch.Tensor] = []
-        in_other_dtypes: list[tuple[Leaf, torch.dtype]] = []
-        for i, leaf in enumerate(self._active):
+        in_other_dtypes: list[tuple[ParamRecord, torch.dtype]] = []
+        for i, leaf in enumerate(self._trainable):
             p = leaf.param
             g = p.grad
             if g is None or not p.requires_grad:
                 continue
-            if leaf.spec is None and self._placed_anew(leaf):
-                return self._look()
-            here = p
-            if leaf.layout is not None:
-                here, g = leaf.layout.local(p), leaf.layout.gradient(g)
-            elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
-            if elsewhere and self._placed_anew(leaf):
-                return self._look()
-            if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.gradient_dtype or g.device != leaf.device:
-                if g.is_sparse or not leaf.takes(g):
-                    raise ValueError(bad_gradient(type(self).__name__, leaf, g))
+            if leaf.spec is None and self._readopt(leaf):
+                return self._slow_path()
+            local_param = p
+            if leaf.dtensor_layout is not None:
+                local_param, g = leaf.dtensor_layout.to_local(p), leaf.dtensor_layout.local_grad(g)
+            has_moved = local_param.data_ptr() != leaf.address or local_param.stride() != leaf.strides or local_param.shape != leaf.shape
+            if has_moved and self._readopt(leaf):
+                return self._slow_path()
+            if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.grad_dtype or g.device != leaf.device:
+                if g.is_sparse or not leaf.accepts_grad(g):
+                    raise ValueError(grad_error_text(type(self).__name__, leaf, g))
                 in_other_dtypes.append((leaf, g.dtype))
-            live.append(i)
+            with_grad.append(i)
             grads.append(g)
         if in_other_dtypes:
-            self._signature = None  # an interrupt would leave executables for gradients of another dtype
+            self._prepared_signature = None  # an interrupt would leave executables for gradients of another dtype
             for leaf, dtype in in_other_dtypes:
-                leaf.gradient_dtype = dtype
-            self._place()
-            return self._look()
-        leaves = [self._active[i] for i in live]
-        found = with_elements(type(self).__name__, leaves, grads)
-        if found is grads:
-            self._sight.remember(self._active, live, grads)
+                leaf.grad_dtype = dtype
+            self._rebuild_layout()
+            return self._slow_path()
+        leaves = [self._trainable[i] for i in with_grad]
+        masked_grads = grads_with_dense_storage(type(self).__name__, leaves, grads)
+        if masked_grads is grads:
+            self._guards.record(self._trainable, with_grad, grads)
         else:
-            self._sight.forget()  # each step must make its own copies
-        return tuple(live), found
+            self._guards.invalidate()  # each step must make its own copies
+        return tuple(with_grad), masked_grads
 
-    def _placed_anew(self, leaf: Leaf) -> bool:
+    def _readopt(self, leaf: ParamRecord) -> bool:
         """Adopt parameters whose `data` was replaced.
 
         Return True if the layout was rebuilt and the step must check all parameters again.
         """
         p, known = leaf.param, (leaf.shape, leaf.dtype, leaf.device)
-        if leaf.spec is None or (leaf.layout is None and (p.shape, p.dtype, p.device) != known):
-            self._place()  # it was frozen at the last rebuild, or had another shape or dtype
+        if leaf.spec is None or (leaf.dtensor_layout is None and (p.shape, p.dtype, p.device) != known):
+            self._rebuild_layout()  # it was frozen at the last rebuild, or had another shape or dtype
             return True
-        check_whole(type(self).__name__, leaf)
-        check_apart(type(self).__name__, self._active)
-        others = [x for x in self._active if x is not leaf and x.spec is not None and x.layout is None and x.param.requires_grad]
+        check_has_storage(type(self).__name__, leaf)
+        check_no_overlap(type(self).__name__, self._trainable)
+        others = [x for x in self._trainable if x is not leaf and x.spec is not None and x.dtensor_layout is None and x.param.requires_grad]
         # Parameters without a gradient are included, because two may have been swapped. Parameters whose memory was freed are left out.
-        elsewhere = [leaf, *(x for x in others if x.param.data_ptr() not in (x.address, 0))]
-        before = [x.signature for x in elsewhere]
-        signature, self._signature = self._signature, None  # as in `_rebuild_layout`
-        self._place_leaves(elsewhere)  # together, so that rows of a bucket become rows of a bucket again
-        if all(old in (None, x.signature) for old, x in zip(before, elsewhere, strict=True)):
-            self._signature = signature
+        moved = [leaf, *(x for x in others if x.param.data_ptr() not in (x.address, 0))]
+        before = [x.placement_signature for x in moved]
+        signature, self._prepared_signature = self._prepared_signature, None  # as in `_rebuild_layout`
+        self._adopt_params(moved)  # together, so that rows of a bucket become rows of a bucket again
+        if all(old in (None, x.placement_signature) for old, x in zip(before, moved, strict=True)):
+            self._prepared_signature = signature
             return False
-        self._place()
+        self._rebuild_layout()
         return True
 
     def _hyperparams(self) -> np.ndarray:
@@ -569,13 +604,13 @@ class OptaxOptimizer(GroupedOptimizer):
         values.append(self.max_grad_norm or 0.0)
         get: Any = dict.get  # faster than the method of `betas.Group`
         try:
-            for source in self.arrangement.rows:
-                group, row, scale = source.group, source.row, source.lr_scale
-                taken = get(group, param_groups.TAKEN_LR_SCALE, 1.0)
+            for source in self._hyperparam_table.rows:
+                group, row, scale = source.group, source.transform, source.lr_scale
+                taken = get(group, param_groups.INITIAL_LR_SCALE, 1.0)
                 scale = scale if taken is None else scale * get(group, "lr_scale", 1.0) * taken  # `param_groups.lr_scale`, inlined
-                for name, length in row.traced:
+                for name, length in row.traced_hyperparams:
                     value = group[name]
-                    if name == "lr" and not row.scaled:
+                    if name == "lr" and not row.is_optax:
                         values.append(float(value) * scale)
                     elif name == "weight_decay":
                         values.append(float(value) * get(group, "wd_scale", 1.0) if source.decays else 0.0)
@@ -585,21 +620,21 @@ class OptaxOptimizer(GroupedOptimizer):
                         values.extend(map(float, value))
                     else:
                         values.append(float(value))
-                if row.kept.average:
+                if row.aux_state.average:
                     values.append(float(self.ema_decay))
-                if row.scaled:
+                if row.is_optax:
                     values.append(scale if source.has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError, RuntimeError):
             for group in self.param_groups:  # raises an error that names the key and its value
-                param_groups.check_types(type(self).__name__, group, self.rule_of(group))
+                param_groups.check_types(type(self).__name__, group, self._optimizer_spec_of(group))
             raise
-        values += [0.0] * (self.arrangement.width - len(values))
+        values += [0.0] * (self._hyperparam_table.vector_length - len(values))
         return np.array(values)
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that programs skipped because of a gradient that was not finite. Reading it waits for the device."""
-        return self._scaling.skipped
+        return self._loss_scale.skipped
 
     def ema_params(self) -> AbstractContextManager[None]:
         """Swap the averages of the trained weights into the parameters while the context is open. It needs `ema_decay`.
@@ -610,13 +645,13 @@ class OptaxOptimizer(GroupedOptimizer):
         Raises:
           RuntimeError: there is no average, or the context is open already. Nothing is changed then.
         """
-        owner = type(self).__name__
+        cls_name = type(self).__name__
         if self.ema_decay is None:
-            raise RuntimeError(f"{owner}.ema_params: ema_decay is None, so there is no average. Construct with ema_decay=0.999, say.")
-        return self._exchange.hold(owner, "ema_params", self._averages, self._transaction)
+            raise RuntimeError(f"{cls_name}.ema_params: ema_decay is None, so there is no average. Construct with ema_decay=0.999, say.")
+        return self._swap.swap_in(cls_name, "ema_params", self._averages, self._transaction)
 
     def _averages(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state]
+        return [(p, state[EMA_PARAM]) for p, state in self.state.items() if EMA_PARAM in state]
 
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
@@ -627,7 +662,9 @@ class OptaxOptimizer(GroupedOptimizer):
         first gradient.
         """
 
-        with checkpoint.hooked(self.register_state_dict_post_hook, checkpoint.complete, prepend=True):  # before the user's hooks
+        with checkpoint.temporary_hook(
+            self.register_state_dict_post_hook, checkpoint.complete_state_dict, prepend=True
+        ):  # before the user's hooks
             return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -641,53 +678,59 @@ class OptaxOptimizer(GroupedOptimizer):
           ValueError: groups, parameters, state fields or shapes do not match, or values are damaged. Parameters and state are then as
             before.
         """
-        with self._transaction(), checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
+        with self._transaction(), checkpoint.temporary_hook(self.register_load_state_dict_pre_hook, checkpoint.check_and_align):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> StateDict:
         """Return the attributes for pickle and deepcopy."""
-        own = {key: self.__dict__[key] for key in self._carried}
-        return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
+        own = {key: self.__dict__[key] for key in self._copied_attributes}
+        return (
+            super().__getstate__()
+            | own
+            | {"_decided": [(leaf.name, leaf.group_index, leaf.decision) for leaf in self._reconcile_records()]}
+        )
 
     def __setstate__(self, state: StateDict) -> None:
         """Set state and groups that `state_dict.check_and_align` has checked, or all attributes of a copied or unpickled optimizer."""
         decided = state.pop("_decided", None)
-        with self._all_or_nothing() if decided is None else nullcontext():
+        with self._restore_on_error() if decided is None else nullcontext():
             self._set_state(state, decided)
 
-    def _set_state(self, state: StateDict, decided: Sequence[tuple[str, int, Decided]] | None) -> None:
-        defaults = dict(self.defaults if decided is None else state["defaults"])
+    def _set_state(self, state: StateDict, decisions: Sequence[tuple[str, int, ParamDecision]] | None) -> None:
+        defaults = dict(self.defaults if decisions is None else state["defaults"])
         super().__setstate__(state)
         self.defaults = self._with_momentum(defaults)  # torch adds "differentiable", which must not get into loaded groups
         self.param_groups[:] = map(self._with_betas, self.param_groups)
-        if decided is None:
-            self._leaves = self._followed()
+        if decisions is None:
+            self._records = self._reconcile_records()
         else:
-            self._begin()
+            self._init_uncopied()
             params = [p for group in self.param_groups for p in group["params"]]
-            self._leaves = [Leaf.restored(name, p, group, columns) for p, (name, group, columns) in zip(params, decided, strict=True)]
+            self._records = [
+                ParamRecord.from_decision(name, p, group, columns) for p, (name, group, columns) in zip(params, decisions, strict=True)
+            ]
             self._constructed = True
-        checkpoint.unwrap(self.state, self._leaves)
-        checkpoint.settle(self.param_groups, self.defaults, self._leaves if decided is None else ())
-        self._place(move=decided is None)
-        self._follow_fused()
+        checkpoint.unwrap_state(self.state, self._records)
+        checkpoint.fill_group_defaults(self.param_groups, self.defaults, self._records if decisions is None else ())
+        self._rebuild_layout(moves_params=decisions is None)
+        self._handle_loss_scale_if_fused()
 
-    def state_fields(self, leaf: Leaf, group: ParamGroup) -> dict[str, Field] | None:
+    def _state_fields(self, leaf: ParamRecord, group: ParamGroup) -> dict[str, StateField] | None:
         """Return the state fields of a parameter by name, if it is in this group; None if it is frozen and its fields are unknown."""
-        return self.arrangement.state_fields(leaf, group, self.rule_of(group))
+        return self._hyperparam_table.state_fields(leaf, group, self._optimizer_spec_of(group))
 
     def bytes_accessed(self) -> float:
         """Return the bytes that one step moves, by the compiler's count, for the last set of gradients."""
-        return sum(launch.program.bytes_accessed for launch in self._launches.latest)
+        return sum(launch.executable.bytes_accessed for launch in self._launch_cache.last_used)
 
     def cache_info(self) -> CacheInfo:
         """Return how many steps found their executables in the cache, and how many executables were used and compiled."""
-        return self._cache.info
+        return self._used_executables.info
 
     def report(self) -> report.Report:
         """Return a report with one line for each parameter: text when printed, a table in a notebook, and `rows` for programs."""
-        made_by_tx = [i for i, group in enumerate(self.param_groups) if multiplies(self.rule_of(group))]
-        return report.Report(type(self).__name__, self._followed(), self.param_groups, self.state, made_by_tx)
+        made_by_tx = [i for i, group in enumerate(self.param_groups) if lr_scales_update(self._optimizer_spec_of(group))]
+        return report.Report(type(self).__name__, self._reconcile_records(), self.param_groups, self.state, made_by_tx)
 
     def __str__(self) -> str:
         return str(self.report())

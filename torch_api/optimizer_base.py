@@ -18,15 +18,15 @@ from bridge._warnings import stack_level
 
 from . import options
 from ._params import param_groups
-from ._params.record import Leaf, check_leaves, followed
+from ._params.record import ParamRecord, check_records, reconcile_records
 from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
-from ._rules.optimizer_spec import Rule
+from ._rules.optimizer_spec import OptimizerSpec
 from ._rules.types import MutableParamGroup, ParamGroup
-from ._step.state_watch import Keeper
+from ._step.state_watch import StateWatchingOptimizer
 
-_OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
+_CONSTRUCTOR_OPTIONS = options.OPTION_NAMES | {"decay_mask"}
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
@@ -34,34 +34,34 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
     return tuple(sorted({tensor.device for tensor in tensors}, key=str))
 
 
-class GroupedOptimizer(Keeper, ABC):
+class SelectorOptimizer(StateWatchingOptimizer, ABC):
     """A `torch.optim.Optimizer` with a `ParamRecord` for each parameter, which holds what selectors decided about it."""
 
-    _leaves: list[Leaf]
+    _records: list[ParamRecord]
     _selectors: Selectors
     _constructed: bool
-    _signature: list[object] | None  # of groups and options at the last rebuild of the layout; None if it must be rebuilt
-    by_label = False  # whether the label of a group selects its `OptimizerSpec`
+    _prepared_signature: list[object] | None  # of groups and options at the last rebuild of the layout; None if it must be rebuilt
+    _is_partitioned = False  # whether the label of a group selects its `OptimizerSpec`
     _gave_lr: bool | Mapping[Hashable, bool]  # whether the user gave the default lr; by label, if groups have labels
     _warned_of_lr_scale = False
-    _unscales = False  # whether `step` unscales gradients and skips updates
+    _handles_loss_scale = False  # whether `step` unscales gradients and skips updates
 
     @abstractmethod
-    def rule_of(self, group: ParamGroup) -> Rule:
+    def _optimizer_spec_of(self, group: ParamGroup) -> OptimizerSpec:
         """Return the `OptimizerSpec` that updates the parameters of a group."""
 
-    def _betas_of(self, rule: Rule) -> tuple[str, ...]:
+    def _betas_of(self, rule: OptimizerSpec) -> tuple[str, ...]:
         """Return the hyperparameters that `betas` stands for in the groups of an `OptimizerSpec`."""
-        return betas.named_by(rule.hyperparams, extended=self.by_label)
+        return betas.hyperparams_of_betas(rule.hyperparams, include_momentum=self._is_partitioned)
 
     def _with_betas(self, group: MutableParamGroup) -> MutableParamGroup:
         """Return the group, with `betas` for momentum schedulers if the transformation has other names for its momenta."""
-        names = self._betas_of(self.rule_of(group))
-        has_betas = names or (self.by_label and group.get("label") is None)
-        return betas.Group(group, names) if has_betas and not isinstance(group, betas.Group) else group
+        names = self._betas_of(self._optimizer_spec_of(group))
+        has_betas = names or (self._is_partitioned and group.get("label") is None)
+        return betas.BetasGroup(group, names) if has_betas and not isinstance(group, betas.BetasGroup) else group
 
     @abstractmethod
-    def _place(self) -> None:
+    def _rebuild_layout(self) -> None:
         """Rebuild the layout after records or their decisions have changed."""
 
     def add_param_group(self, param_group: MutableParamGroup) -> None:
@@ -85,34 +85,34 @@ class GroupedOptimizer(Keeper, ABC):
         return Transaction(devices_of(p for group in self.param_groups for p in group["params"]))
 
     def _add_group(self, param_group: MutableParamGroup) -> None:
-        owner = type(self).__name__
-        self._leaves = self._followed()
+        cls_name = type(self).__name__
+        self._records = self._reconcile_records()
         if isinstance(param_group, dict):
-            rule = self.rule_of(param_group)
-            for key in param_group.keys() & _OF_THE_CONSTRUCTOR:
-                raise ValueError(f"{owner}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups.")
-            param_group = betas.spread(owner, param_group, self._betas_of(rule))
-            param_groups.make_tuples(param_group, rule)
-            param_groups.check_group(owner, self.defaults | param_group, rule)
-            self._warn_of_lr_scale(param_groups.take_lr_scale(param_group, *self._default_lr(param_group)))
+            rule = self._optimizer_spec_of(param_group)
+            for key in param_group.keys() & _CONSTRUCTOR_OPTIONS:
+                raise ValueError(f"{cls_name}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups.")
+            param_group = betas.expand_betas(cls_name, param_group, self._betas_of(rule))
+            param_groups.convert_sequences(param_group, rule)
+            param_groups.check_group(cls_name, self.defaults | param_group, rule)
+            self._warn_of_lr_scale(param_groups.resolve_lr_scale(param_group, *self._default_lr(param_group)))
             param_group = self._with_betas(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
-        refuse_decay_mask(owner, mask)
-        with self._all_or_nothing():
-            super().add_param_group(param_groups.without_duplicates(owner, param_group))
+        refuse_decay_mask(cls_name, mask)
+        with self._restore_on_error():
+            super().add_param_group(param_groups.list_unique_params(cls_name, param_group))
             group, number = self.param_groups[-1], len(self.param_groups) - 1
-            leaves = self._new_leaves(group)
-            for leaf, decision in zip(leaves, selectors.column(mask, self._described(leaves), "mask"), strict=True):
+            leaves = self._make_records(group)
+            for leaf, decision in zip(leaves, selectors.resolve_selector(mask, self._name_leaves(leaves), "mask"), strict=True):
                 if mask is not None:
-                    leaf.decide(decision._replace(rule=f"group {number} {decision.rule}"))
+                    leaf.apply_decision(decision._replace(rule=f"group {number} {decision.rule}"))
                 elif group.get("trainable"):
-                    leaf.rule = f"group {number} trainable=True"
+                    leaf.decided_by = f"group {number} trainable=True"
                 leaf.ignores_mask = mask is not None or bool(group.get("trainable"))
             if self._constructed:
-                self._resolve(self._leaves, leaves)
-            self._leaves = self._leaves + leaves
+                self._apply_selectors(self._records, leaves)
+            self._records = self._records + leaves
             if self._constructed:
-                self._place()
+                self._rebuild_layout()
 
     def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
         """Return the lr of a group that has none of its own, and whether the user gave it."""
@@ -124,17 +124,17 @@ class GroupedOptimizer(Keeper, ABC):
             warnings.warn(f"{type(self).__name__}: {text}", stacklevel=stack_level())
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _restore_on_error(self) -> Iterator[None]:
         """Restore groups, state, records and decisions if the block raises."""
-        listed, state = self.param_groups, vars(self).get("state")
-        before = [(group, group.get(param_groups.TRAINABLE_PARAMS)) for group in listed]
-        leaves = [(leaf, leaf.decided) for leaf in self._leaves]
+        group_list, state = self.param_groups, vars(self).get("state")
+        before = [(group, group.get(param_groups.TRAINABLE_PARAMS)) for group in group_list]
+        leaves = [(leaf, leaf.decision) for leaf in self._records]
         try:
             yield
         except BaseException:
-            self._signature = None  # the next step rebuilds the layout; a rebuild here might raise another error
-            listed[:] = [group for group, _ in before]
-            self.param_groups = listed
+            self._prepared_signature = None  # the next step rebuilds the layout; a rebuild here might raise another error
+            group_list[:] = [group for group, _ in before]
+            self.param_groups = group_list
             if state is not None:
                 self.state = state
             for group, column in before:
@@ -142,63 +142,58 @@ class GroupedOptimizer(Keeper, ABC):
                     group.pop(param_groups.TRAINABLE_PARAMS, None)
                 else:
                     group[param_groups.TRAINABLE_PARAMS] = column
-            self._leaves = [leaf for leaf, _ in leaves]
+            self._records = [leaf for leaf, _ in leaves]
             for leaf, decided in leaves:
-                leaf.decided = decided
+                leaf.decision = decided
             raise
 
-    def _new_leaves(self, group: MutableParamGroup) -> list[Leaf]:
+    def _make_records(self, group: MutableParamGroup) -> list[ParamRecord]:
         leaves = []
-        for name, p in zip(param_groups.names(group, len(self._leaves)), group["params"], strict=True):
+        for name, p in zip(param_groups.param_names(group, len(self._records)), group["params"], strict=True):
             param_groups.check_initialized(type(self).__name__, name, p)
-            leaves.append(Leaf(name, p, len(self.param_groups) - 1))
+            leaves.append(ParamRecord(name, p, len(self.param_groups) - 1))
             leaves[-1].label = group.get("label")
         return leaves
 
-    @property
-    def leaves(self) -> list[Leaf]:
-        """The record of each parameter, in the order of the groups."""
-        return self._leaves
-
-    def _followed(self) -> list[Leaf]:
+    def _reconcile_records(self) -> list[ParamRecord]:
         """Return the records of the present param groups, which user code may have edited since the last step."""
-        leaves, new = followed(self._leaves, self.names(), self.param_groups)
+        leaves, new = reconcile_records(self._records, self._param_names(), self.param_groups)
         if new:
             for leaf in new:
-                group = self.param_groups[leaf.group]
-                if not param_groups.is_named(group) and any("param_names" in each for each in self.param_groups):
-                    self._selectors.refuse_nameless(leaf.name, leaf.group)
+                group = self.param_groups[leaf.group_index]
+                if not param_groups.has_param_names(group) and any("param_names" in each for each in self.param_groups):
+                    self._selectors.check_nameless_param(leaf.name, leaf.group_index)
                 leaf.ignores_mask = bool(group.get("trainable"))
-            self._resolve([leaf for leaf in leaves if leaf not in new], new)
+            self._apply_selectors([leaf for leaf in leaves if leaf not in new], new)
         return leaves
 
-    def names(self) -> list[str]:
+    def _param_names(self) -> list[str]:
         """Return a name for each parameter, in the order of the groups: its own name, or one made from its position."""
         start, names = 0, []
         for group in self.param_groups:
-            names += param_groups.names(group, start)
+            names += param_groups.param_names(group, start)
             start += len(group["params"])
         return names
 
-    def _described(self, leaves: list[Leaf], resolved: int = 0) -> selectors.Leaves:
+    def _name_leaves(self, leaves: list[ParamRecord], resolved: int = 0) -> selectors.NamedLeaves:
         named = all("param_names" in group for group in self.param_groups)
         nested = lambda: _names.nest((leaf.name, leaf.param) for leaf in leaves)  # noqa: E731
-        return selectors.Leaves(
+        return selectors.NamedLeaves(
             [leaf.name for leaf in leaves], [leaf.param for leaf in leaves], nested, named, resolved, by_argument_name=True
         )
 
-    def _resolve(self, known: list[Leaf], new: list[Leaf]) -> None:
+    def _apply_selectors(self, known: list[ParamRecord], new: list[ParamRecord]) -> None:
         """Let the constructor's selectors decide about the `new` records. The `known` ones are decided already."""
-        described = self._described(known + new, len(known))
-        asked = [leaf for leaf in new if not leaf.ignores_mask]
-        trained = self._selectors.column("mask", described) if asked else [None] * len(new)
-        decays = self._selectors.column("decay_mask", described)
-        scales = self._selectors.column("lr_scale", described)
+        described = self._name_leaves(known + new, len(known))
+        follows_mask = [leaf for leaf in new if not leaf.ignores_mask]
+        trained = self._selectors.resolve("mask", described) if follows_mask else [None] * len(new)
+        decays = self._selectors.resolve("decay_mask", described)
+        scales = self._selectors.resolve("lr_scale", described)
         for leaf, is_trained, decay, scale in zip(new, trained, decays, scales, strict=True):
             if is_trained is not None and not leaf.ignores_mask:
-                leaf.decide(is_trained)
+                leaf.apply_decision(is_trained)
             leaf.decay, leaf.lr_scale = decay, scale.value
-        check_leaves(type(self).__name__, new, self.rule_of, self.param_groups)
+        check_records(type(self).__name__, new, self._optimizer_spec_of, self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -206,20 +201,20 @@ class GroupedOptimizer(Keeper, ABC):
 
         GradScaler reads it, checks all gradients itself, and then calls `step`, which need not check them again.
         """
-        vars(self)["_looked"] = self._unscales
-        return self._unscales
+        vars(self)["_looked"] = self._handles_loss_scale
+        return self._handles_loss_scale
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._unscales = value
+        self._handles_loss_scale = value
 
-    def _follow_fused(self) -> None:
+    def _handle_loss_scale_if_fused(self) -> None:
         """Let `step` unscale and skip if a group has fused=True, as torch's optimizers do. GradScaler then does not wait for the device."""
         if any(group.get("fused") for group in self.param_groups):
             self._step_supports_amp_scaling = True
 
-    def _is_active(self, leaf: Leaf) -> bool:
-        return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
+    def _is_trainable(self, leaf: ParamRecord) -> bool:
+        return leaf.trained and self.param_groups[leaf.group_index].get("trainable", True)
 
     def set_trainable(self, selector: Selector, trainable: bool, *, keep_state: bool = True) -> None:
         """Train or freeze the selected parameters from the next step on, regardless of the mask.
@@ -234,17 +229,19 @@ class GroupedOptimizer(Keeper, ABC):
           ValueError, TypeError: the selector matches nothing, or the update does not support a parameter. The optimizer is then as before.
         """
         with self._transaction():
-            self._leaves = self._followed()
-            picked = selectors.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # allows bools only
-            chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
+            self._records = self._reconcile_records()
+            picked = selectors.resolve_selector(
+                selector, self._name_leaves(self._records), "decay_mask", "set_trainable"
+            )  # allows bools only
+            selected = [(leaf, decision.rule) for leaf, decision in zip(self._records, picked, strict=True) if decision.value]
             if trainable:
-                check_leaves(type(self).__name__, [leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)
-            with self._all_or_nothing():
-                for leaf, rule in chosen:
-                    leaf.trained, leaf.rule = trainable, rule
-                    leaf.elements = None if trainable else leaf.elements
+                check_records(type(self).__name__, [leaf for leaf, _ in selected], self._optimizer_spec_of, self.param_groups, True)
+            with self._restore_on_error():
+                for leaf, rule in selected:
+                    leaf.trained, leaf.decided_by = trainable, rule
+                    leaf.element_mask = None if trainable else leaf.element_mask
                 for index, group in enumerate(self.param_groups):
-                    group[param_groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
-                self._place()
-                for leaf, _ in chosen if not (trainable or keep_state) else ():
+                    group[param_groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._records if leaf.group_index == index]
+                self._rebuild_layout()
+                for leaf, _ in selected if not (trainable or keep_state) else ():
                     self.state.pop(leaf.param, None)

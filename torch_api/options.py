@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from bridge._compiler import spec
-from bridge._compiler.spec import Field
+from bridge._compiler.spec import StateField
 from bridge._interop.dtypes import numpy_dtype
 
 from ._params.param_groups import check_keywords
-from ._params.record import Leaf
+from ._params.record import ParamRecord
 from ._rules.types import Hyperparams
 from ._rules.validators import is_number
 
@@ -33,34 +33,35 @@ class Options:
     ema_decay: float | None = None
 
     @classmethod
-    def of(cls, owner: str, given: Hyperparams) -> Options:
+    def validate(cls, cls_name: str, values: Hyperparams) -> Options:
         """Return the options of a dict by name. Raise an error that says what is wrong with one."""
-        check_keywords(owner, given, NAMES)
-        options = cls(**given)
+        check_keywords(cls_name, values, OPTION_NAMES)
+        options = cls(**values)
         for name in _CHECKS:
-            _check(owner, name, getattr(options, name))
+            _check_option(cls_name, name, getattr(options, name))
         if options.master_weights and options.stochastic_rounding:
             raise ValueError(
-                f"{owner}: master_weights and stochastic_rounding are both asked for. With a float32 master nothing is lost in rounding: "
+                f"{cls_name}: master_weights and stochastic_rounding are both asked for. With a float32 master nothing is lost in "
+                "rounding: "
                 "expected one of them."
             )
         return options
 
-    def kept(self, average: bool) -> spec.Kept:
+    def aux_state(self, has_average: bool) -> spec.AuxState:
         """Return the description of the state beside the transformation's. Whether there is an average may change between steps."""
         dtype = None if self.state_dtype is None else str(numpy_dtype(self.state_dtype))
-        return spec.Kept(dtype, self.master_weights, self.stochastic_rounding, average)
+        return spec.AuxState(dtype, self.master_weights, self.stochastic_rounding, has_average)
 
-    def begin(self, leaf: Leaf, field: Field) -> torch.Tensor:
+    def initial_aux_value(self, leaf: ParamRecord, field: StateField) -> torch.Tensor:
         """Return the initial value of a state field that is not the transformation's."""
-        if field.name != spec.KEY:
-            return leaf.local.detach().to(getattr(torch, field.dtype))
+        if field.name != spec.ROUNDING_KEY:
+            return leaf.local_tensor.detach().to(getattr(torch, field.dtype))
         # The seed depends on the name, so parameters round independently, and equally in every process that gives them the same names.
         words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)
         return torch.from_numpy(words.view(np.int32)).to(leaf.device)
 
 
-class Changeable:
+class ValidatedAttribute:
     """An option that is also an attribute. User code may set it between steps; it is then checked as in the constructor.
 
     There is no `__get__`: reading finds the instance attribute directly, at no cost.
@@ -70,17 +71,17 @@ class Changeable:
         self._name = name
 
     def __set__(self, optimizer: object, value: object) -> None:
-        _check(type(optimizer).__name__, self._name, value)
+        _check_option(type(optimizer).__name__, self._name, value)
         optimizer.__dict__[self._name] = value
 
 
-def _check(owner: str, name: str, value: object) -> None:
+def _check_option(cls_name: str, name: str, value: object) -> None:
     fits, expected = _CHECKS[name]
     if not fits(value):
-        raise ValueError(f"{owner}: {name} is {value!r}; expected {expected}.")
+        raise ValueError(f"{cls_name}: {name} is {value!r}; expected {expected}.")
 
 
-NAMES = frozenset(field.name for field in fields(Options))
+OPTION_NAMES = frozenset(field.name for field in fields(Options))
 _is_flag = lambda value: isinstance(value, bool)  # noqa: E731
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_grad_norm": (lambda v: v is None or (is_number(v) and v > 0), "a positive number, or None for no bound"),

@@ -12,16 +12,16 @@ import optax
 import torch
 
 from bridge import _names
-from bridge._names import near, near_and_all
+from bridge._names import did_you_mean, did_you_mean_or_list
 from bridge._transforms import selectors as masks
 from bridge._transforms.selectors import Selector
 
 from ._params import param_groups
-from ._params.record import Leaf
+from ._params.record import ParamRecord
 from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
-from ._rules.from_optax import as_rule, gives_lr
+from ._rules.from_optax import as_optimizer_spec, is_lr_explicit
 from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup
 from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # A group, a key in it, and the value that it had.
 _Change: TypeAlias = tuple[MutableParamGroup, str, object]
-_NOBODY = None  # the label of a parameter that no selector labels, or that no pair of a MultiOptimizer selects
+_NO_LABEL = None  # the label of a parameter that no selector labels, or that no pair of a MultiOptimizer selects
 
 
 def _never(_: object) -> bool:
@@ -63,9 +63,9 @@ class PartitionedOptimizer(OptaxOptimizer):
         names it. (optax.partition accepts the second case.)
     """
 
-    by_label = True
-    _carried = (*OptaxOptimizer._carried, "_defaults_of")
-    _without_label = (
+    _is_partitioned = True
+    _copied_attributes = (*OptaxOptimizer._copied_attributes, "_defaults_by_label")
+    _no_label_message = (
         "labels: no rule gives {name!r} a label, and it is to be trained. Add a rule for it, or ('*', label) last; only what the mask or "
         "requires_grad=False freezes needs no label."
     )
@@ -81,18 +81,18 @@ class PartitionedOptimizer(OptaxOptimizer):
         lr_scale: Selector = None,
         **engine: Any,
     ) -> None:
-        owner = type(self).__name__
+        cls_name = type(self).__name__
         if not isinstance(transforms, Mapping) or not transforms:
-            raise TypeError(f"{owner}: transforms is {transforms!r}; expected a dict from label to transformation.")
-        rules = {label: as_rule(f"{owner}[{label!r}]", *_pair(given)) for label, given in transforms.items()}
-        self._gave_lr = {label: gives_lr(type(self), *_pair(given)) for label, given in transforms.items()}
-        nobody, nothing = as_rule(owner, optax.set_to_zero, {})
-        rules[_NOBODY] = nobody._replace(leaf_checks=(Check(_never, self._without_label),)), nothing
-        self._defaults_of = {label: defaults for label, (_, defaults) in rules.items()}
-        given = _named_groups(owner, param_groups.listed(owner, params))
-        selectors = Selectors(owner, {"labels": labels, "mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
-        assigned = self._assigned(selectors, given, set(rules))
-        split = [part for group, own in zip(given, assigned, strict=True) for part in self._split(group, own)]
+            raise TypeError(f"{cls_name}: transforms is {transforms!r}; expected a dict from label to transformation.")
+        rules = {label: as_optimizer_spec(f"{cls_name}[{label!r}]", *_split_entry(given)) for label, given in transforms.items()}
+        self._gave_lr = {label: is_lr_explicit(type(self), *_split_entry(given)) for label, given in transforms.items()}
+        no_label_spec, nothing = as_optimizer_spec(cls_name, optax.set_to_zero, {})
+        rules[_NO_LABEL] = no_label_spec._replace(leaf_checks=(Check(_never, self._no_label_message),)), nothing
+        self._defaults_by_label = {label: defaults for label, (_, defaults) in rules.items()}
+        given = _named_groups(cls_name, param_groups.list_params(cls_name, params))
+        selectors = Selectors(cls_name, {"labels": labels, "mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
+        labels_by_group = self._assign_labels(selectors, given, set(rules))
+        split = [part for group, own in zip(given, labels_by_group, strict=True) for part in self._split_group(group, own)]
         self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, engine)
         self._show_label_rules()
 
@@ -100,67 +100,67 @@ class PartitionedOptimizer(OptaxOptimizer):
 
     def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
         gave = isinstance(self._gave_lr, Mapping) and self._gave_lr.get(group["label"], False)
-        return self._defaults_of[group["label"]]["lr"], gave
+        return self._defaults_by_label[group["label"]]["lr"], gave
 
     def _show_label_rules(self) -> None:
         """Let `report()` show what gave each parameter its label, unless a mask has decided about the parameter."""
-        for leaf in self.leaves:
-            leaf.rule = self._label_rules.get(leaf.name, leaf.rule) if leaf.rule == "mask=None" else leaf.rule
+        for leaf in self._records:
+            leaf.decided_by = self._label_rules.get(leaf.name, leaf.decided_by) if leaf.decided_by == "mask=None" else leaf.decided_by
 
-    def _assigned(self, selectors: Selectors, given: Sequence[MutableParamGroup], known: Collection[Hashable]) -> list[list[Hashable]]:
+    def _assign_labels(self, selectors: Selectors, given: Sequence[MutableParamGroup], known: Collection[Hashable]) -> list[list[Hashable]]:
         """Return the label of each parameter of each group."""
         found = self._labels_of(selectors, [], given)
-        unused = [label for label in known if label not in found and label is not _NOBODY]
+        unused = [label for label in known if label not in found and label is not _NO_LABEL]
         if unused:
             seen = ", ".join(sorted(map(repr, set(found))))
             raise ValueError(f"{type(self).__name__}: no parameter has the label {unused[0]!r} of transforms. Labels given: {seen}.")
         rest = iter(found)
         return [[next(rest) for _ in group["params"]] for group in given]
 
-    def _labels_of(self, selectors: Selectors, before: Sequence[Leaf], given: Sequence[MutableParamGroup]) -> list[Hashable]:
+    def _labels_of(self, selectors: Selectors, before: Sequence[ParamRecord], given: Sequence[MutableParamGroup]) -> list[Hashable]:
         """Return the labels of the parameters in the given groups. `before` are the records of the optimizer, which come first."""
         named = all("param_names" in group for group in (*vars(self).get("param_groups", ()), *given))
         params, names = [leaf.param for leaf in before], [leaf.name for leaf in before]
         for group in given:
-            names += param_groups.names(group, len(params))
+            names += param_groups.param_names(group, len(params))
             params += group["params"]
         nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
-        leaves = masks.Leaves(names, params, nested, named, len(before), by_argument_name=True)
-        found = selectors.resolved("labels", leaves, self._labelled)
+        leaves = masks.NamedLeaves(names, params, nested, named, len(before), by_argument_name=True)
+        found = selectors.resolve_with("labels", leaves, self._resolve_labels)
         for name, label in zip(names[len(before) :], found, strict=True):
-            if label not in self._defaults_of:
-                hint = near(str(label), (str(label) for label in self._defaults_of if label is not _NOBODY))
+            if label not in self._defaults_by_label:
+                hint = did_you_mean(str(label), (str(label) for label in self._defaults_by_label if label is not _NO_LABEL))
                 raise ValueError(
                     f"{type(self).__name__}: parameter {name!r} has the label {label!r}, for which there is no transformation. {hint}"
                 )
         return found
 
-    def _labelled(self, labels: Selector, leaves: masks.Leaves, _: str) -> list[Hashable]:
-        decided = masks.column(labels, leaves, "labels_or_none")
-        self._label_rules = {name: decision.rule for name, decision in zip(leaves.names[leaves.resolved :], decided, strict=True)}
+    def _resolve_labels(self, labels: Selector, leaves: masks.NamedLeaves, _: str) -> list[Hashable]:
+        decided = masks.resolve_selector(labels, leaves, "labels_or_none")
+        self._label_rules = {name: decision.rule for name, decision in zip(leaves.names[leaves.resolved_count :], decided, strict=True)}
         return [decision.value for decision in decided]
 
-    def _split(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
+    def _split_group(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
         """Return one part of the group for each label, in the order of their first parameters."""
         parts = []
         if group.get("mask") is not None and len(set(labels)) > 1:
             group = group | {"mask": self._mask_of(group)}
-        elsewhere = {key for defaults in self._defaults_of.values() for key in defaults} | {"param_names"}
-        elsewhere |= {betas.BETAS for defaults in self._defaults_of.values() if betas.named_by(defaults)}
+        keys_of_labels = {key for defaults in self._defaults_by_label.values() for key in defaults} | {"param_names"}
+        keys_of_labels |= {betas.BETAS for defaults in self._defaults_by_label.values() if betas.hyperparams_of_betas(defaults)}
         for label in dict.fromkeys(labels):
-            own = self._defaults_of[label]
-            here = [i for i, other in enumerate(labels) if other == label]
-            given = betas.spread(type(self).__name__, group, betas.named_by(own))
-            part = {key: value for key, value in given.items() if key in own or key not in elsewhere}
+            own = self._defaults_by_label[label]
+            positions = [i for i, other in enumerate(labels) if other == label]
+            given = betas.expand_betas(type(self).__name__, group, betas.hyperparams_of_betas(own))
+            part = {key: value for key, value in given.items() if key in own or key not in keys_of_labels}
             names = group.get("param_names")
-            part["params"] = [(names[i], group["params"][i]) if names else group["params"][i] for i in here]
+            part["params"] = [(names[i], group["params"][i]) if names else group["params"][i] for i in positions]
             parts.append(own | part | {"label": label})
-        known = {key for part in parts for key in part} | {"param_names"} | (elsewhere if _NOBODY in labels else set())
-        known |= {betas.BETAS for part in parts if betas.named_by(part)}
+        known = {key for part in parts for key in part} | {"param_names"} | (keys_of_labels if _NO_LABEL in labels else set())
+        known |= {betas.BETAS for part in parts if betas.hyperparams_of_betas(part)}
         for key in group.keys() - known:
             raise ValueError(
                 f"{type(self).__name__}: no transformation of this param group takes {key!r}; it has the labels "
-                f"{', '.join(map(repr, dict.fromkeys(labels)))}. {near_and_all(key, known)}"
+                f"{', '.join(map(repr, dict.fromkeys(labels)))}. {did_you_mean_or_list(key, known)}"
             )
         return parts
 
@@ -170,10 +170,10 @@ class PartitionedOptimizer(OptaxOptimizer):
         A part of the group can use it, because no pattern has to match in each part.
         """
         refuse_decay_mask(type(self).__name__, group["mask"])
-        params, names = group["params"], param_groups.names(group, 0)
+        params, names = group["params"], param_groups.param_names(group, 0)
         nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
-        leaves = masks.Leaves(names, params, nested, "param_names" in group, by_argument_name=True)
-        decided = masks.column(group["mask"], leaves, "mask")
+        leaves = masks.NamedLeaves(names, params, nested, "param_names" in group, by_argument_name=True)
+        decided = masks.resolve_selector(group["mask"], leaves, "mask")
         values = {id(p): decision.value for p, decision in zip(params, decided, strict=True)}
 
         def of_the_group(_: str, param: torch.Tensor) -> bool | np.ndarray:
@@ -190,18 +190,18 @@ class PartitionedOptimizer(OptaxOptimizer):
         if not self._constructed:
             super().add_param_group(param_group)
             return
-        owner = type(self).__name__
-        (group,) = _named_groups(owner, [param_group])
+        cls_name = type(self).__name__
+        (group,) = _named_groups(cls_name, [param_group])
         label = group.get("label")
         if label is None:
-            labels = self._labels_of(self._selectors, self._followed(), [group])
-        elif label in self._rules:
+            labels = self._labels_of(self._selectors, self._reconcile_records(), [group])
+        elif label in self._optimizer_specs:
             labels = [label] * len(group["params"])
         else:
-            known = (str(label) for label in self._rules if label is not _NOBODY)
-            raise ValueError(f"{owner}: label {label!r} has no transformation. {near(str(label), known)}")
-        with self._transaction(), self._all_or_nothing():
-            for part in self._split(group, labels):
+            known = (str(label) for label in self._optimizer_specs if label is not _NO_LABEL)
+            raise ValueError(f"{cls_name}: label {label!r} has no transformation. {did_you_mean(str(label), known)}")
+        with self._transaction(), self._restore_on_error():
+            for part in self._split_group(group, labels):
                 super().add_param_group(part)
             self._show_label_rules()
 
@@ -218,100 +218,100 @@ class MultiOptimizer(PartitionedOptimizer):
       ValueError: two selectors select one parameter, or a selector selects none. The text names it.
     """
 
-    _without_label = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
+    _no_label_message = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
 
     def __init__(self, params: ParamsT, *pairs: tuple[Selector, object], **engine: Any) -> None:
-        owner = type(self).__name__
+        cls_name = type(self).__name__
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise TypeError(f"{owner}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
+            raise TypeError(f"{cls_name}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
         transforms = {number: definition for number, (_, definition) in enumerate(pairs)}
         selectors = [selector for selector, _ in pairs]
         super().__init__(params, transforms, selectors, mask=None, **engine)
 
-    def _split(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
-        parts = super()._split(group, labels)
-        return [part | {"trainable": False} if part["label"] is _NOBODY else part for part in parts]
+    def _split_group(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
+        parts = super()._split_group(group, labels)
+        return [part | {"trainable": False} if part["label"] is _NO_LABEL else part for part in parts]
 
-    def _labelled(self, labels: Any, leaves: masks.Leaves, _: str) -> list[Hashable]:
-        picked = [masks.column(selector, leaves, "decay_mask", f"pair {n}") for n, selector in enumerate(labels)]
-        names = leaves.names[leaves.resolved :]
-        owners = [[n for n, column in enumerate(picked) if column[i].value] for i in range(len(names))]
-        for name, own in zip(names, owners, strict=True):
+    def _resolve_labels(self, labels: Any, leaves: masks.NamedLeaves, _: str) -> list[Hashable]:
+        picked = [masks.resolve_selector(selector, leaves, "decay_mask", f"pair {n}") for n, selector in enumerate(labels)]
+        names = leaves.names[leaves.resolved_count :]
+        pairs_by_param = [[n for n, column in enumerate(picked) if column[i].value] for i in range(len(names))]
+        for name, own in zip(names, pairs_by_param, strict=True):
             if len(own) > 1:
                 rules = " and ".join(f"{labels[n]!r} (pair {n})" for n in own)
                 raise ValueError(
                     f"{type(self).__name__}: parameter {name!r} has more than one owner: {rules}. Make the selectors disjoint."
                 )
-        rules = [picked[own[0]][i].rule if own else "no pair's selector" for i, own in enumerate(owners)]
+        rules = [picked[own[0]][i].rule if own else "no pair's selector" for i, own in enumerate(pairs_by_param)]
         self._label_rules = dict(zip(names, rules, strict=True))
-        return [own[0] if own else _NOBODY for own in owners]
+        return [own[0] if own else _NO_LABEL for own in pairs_by_param]
 
     def set_trainable(self, selector: Selector, trainable: bool, *, keep_state: bool = True) -> None:
         """Train or freeze parameters as in `OptaxOptimizer`.
 
         A parameter that no pair selects has no transformation and cannot be trained.
         """
-        picked = masks.column(selector, self._described(self.leaves), "decay_mask", "set_trainable") if trainable else []
-        idle = [leaf.name for leaf, decision in zip(self.leaves, picked, strict=False) if decision.value and leaf.label is _NOBODY]
+        picked = masks.resolve_selector(selector, self._name_leaves(self._records), "decay_mask", "set_trainable") if trainable else []
+        idle = [leaf.name for leaf, decision in zip(self._records, picked, strict=False) if decision.value and leaf.label is _NO_LABEL]
         if idle:
             raise ValueError(f"{type(self).__name__}: no pair's selector picks {idle[0]!r}, so it cannot be trained. Add a pair for it.")
         super().set_trainable(selector, trainable, keep_state=keep_state)
 
     @contextmanager
-    def _overridden(self, hyper_params: Sequence[object]) -> Iterator[None]:
+    def _temporary_hyper_params(self, hyper_params: Sequence[object]) -> Iterator[None]:
         """Set hyperparameters for one step. The entries are those of `step(hyper_params=[...])`."""
-        before: list[_Change] = []
+        changes: list[_Change] = []
         try:
-            self._override(hyper_params, before)
+            self._write_hyper_params(hyper_params, changes)
             yield
         finally:
-            for group, key, value in reversed(before):
+            for group, key, value in reversed(changes):
                 group[key] = value
 
-    def _override(self, hyper_params: Sequence[object], before: list[_Change]) -> None:
-        owner = type(self).__name__
+    def _write_hyper_params(self, hyper_params: Sequence[object], changes: list[_Change]) -> None:
+        cls_name = type(self).__name__
         if not isinstance(hyper_params, list | tuple):
-            raise TypeError(f"{owner}: hyper_params is {hyper_params!r}; expected a list with one entry or None for each pair.")
-        if len(hyper_params) != len(self._rules) - 1:
-            pairs = len(self._rules) - 1
-            raise ValueError(f"{owner}: {len(hyper_params)} hyper_params are given, expected one or None for each of {pairs} pairs.")
+            raise TypeError(f"{cls_name}: hyper_params is {hyper_params!r}; expected a list with one entry or None for each pair.")
+        if len(hyper_params) != len(self._optimizer_specs) - 1:
+            pairs = len(self._optimizer_specs) - 1
+            raise ValueError(f"{cls_name}: {len(hyper_params)} hyper_params are given, expected one or None for each of {pairs} pairs.")
         for group in self.param_groups:
-            given = None if group["label"] is _NOBODY else hyper_params[group["label"]]
+            given = None if group["label"] is _NO_LABEL else hyper_params[group["label"]]
             if given is None:
                 continue
             if not (isinstance(given, Mapping) or hasattr(given, "_fields") or hasattr(given, "__dict__")):
                 raise TypeError(
-                    f"{owner}: hyper_params of pair {group['label']} is {given!r}; expected None, a dict, or an object with attributes."
+                    f"{cls_name}: hyper_params of pair {group['label']} is {given!r}; expected None, a dict, or an object with attributes."
                 )
             values = given if isinstance(given, Mapping) else {name: getattr(given, name) for name in _fields(given)}
             for name, value in values.items():
                 key = "lr" if name == "learning_rate" else name
-                known = self._defaults_of[group["label"]]
+                known = self._defaults_by_label[group["label"]]
                 if key not in group or key not in known:
-                    raise ValueError(f"{owner}: unknown hyper_param {name!r} of pair {group['label']}. {near(name, known)}")
-                before.append((group, key, group[key]))
+                    raise ValueError(f"{cls_name}: unknown hyper_param {name!r} of pair {group['label']}. {did_you_mean(name, known)}")
+                changes.append((group, key, group[key]))
                 group[key] = value
-            param_groups.check_group(owner, group, self.rule_of(group), allowed=group)
+            param_groups.check_group(cls_name, group, self._optimizer_spec_of(group), allowed=group)
 
 
-def _pair(given: object) -> tuple[object, Hyperparams]:
+def _split_entry(entry: object) -> tuple[object, Hyperparams]:
     """Return (transformation, hyperparameters) of one entry of `transforms`."""
-    if type(given) is tuple and len(given) == 2 and isinstance(given[1], Mapping):
-        return given
-    return given, {}
+    if type(entry) is tuple and len(entry) == 2 and isinstance(entry[1], Mapping):
+        return entry
+    return entry, {}
 
 
 def _fields(given: object) -> Sequence[str]:
     return getattr(given, "_fields", None) or list(getattr(given, "__dataclass_fields__", None) or vars(given))
 
 
-def _named_groups(owner: str, params: ParamsT) -> list[MutableParamGroup]:
+def _named_groups(cls_name: str, params: ParamsT) -> list[MutableParamGroup]:
     """Return the groups that torch would make, with names and parameters in separate lists."""
     listed: list[Any] = list(params)
     given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     result = []
     for group in given:
-        group = param_groups.without_duplicates(owner, dict(group))
+        group = param_groups.list_unique_params(cls_name, dict(group))
         entries = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if entries and all(isinstance(entry, tuple) for entry in entries):
             group["param_names"], entries = [name for name, _ in entries], [p for _, p in entries]

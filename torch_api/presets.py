@@ -20,7 +20,7 @@ from torch import nn
 
 from bridge._compat.torch import CONVOLUTIONS, NORMS
 
-from ._rules.decay_masks import for_decay, known_decay_mask
+from ._rules.decay_masks import mark_decay_function, mark_decay_mask
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NORMS)
 _NORM_CLASS = re.compile(r"norm(act)?(\dd)?(fp\d+|gated)?$", re.IGNORECASE)
@@ -32,19 +32,19 @@ _BIAS_WORDS = {"bias", "biases"}
 _HEAD_WORDS = {"head", "heads", "classifier", "fc", "output", "outputs", "logits", "score", "unembed"}
 
 
-class _Place(NamedTuple):
+class _Registration(NamedTuple):
     """Where a parameter is registered: the path of the module, the parameter's local name in it, and the module."""
 
     path: str
-    own: str
+    local_name: str
     module: nn.Module
 
 
-class _Named(NamedTuple):
+class _NamedParam(NamedTuple):
     """A parameter with all its registrations, the first one first. A tied parameter has more than one."""
 
     param: nn.Parameter
-    places: list[_Place]
+    registrations: list[_Registration]
 
 
 class _Tree(NamedTuple):
@@ -54,7 +54,7 @@ class _Tree(NamedTuple):
     children: dict[str, list[str]]
 
 
-@for_decay
+@mark_decay_function
 def no_decay_on_bias_and_norm(name: str, param: torch.Tensor) -> bool:
     """For `decay_mask`: True for matrices and kernels, False for biases, norm scales and other vectors and scalars.
 
@@ -83,13 +83,13 @@ def no_decay(module: nn.Module) -> dict[str, bool]:
       ValueError: the module has no parameters, or lazy ones that no forward pass has initialized.
     """
     named = _named("no_decay", module)
-    listed = _listed_by_the_modules(module)
+    listed = _no_weight_decay_patterns(module)
 
-    def decays(name: str, param: torch.Tensor, places: Iterable[_Place]) -> bool:
+    def decays(name: str, param: torch.Tensor, places: Iterable[_Registration]) -> bool:
         exempt = any(_is_bias(p) or _is_norm(p) or _is_embedding(p) for p in places)
         return param.ndim >= 2 and not exempt and not _matches(name, listed)
 
-    return known_decay_mask({name: decays(name, param, places) for name, (param, places) in named.items()})
+    return mark_decay_mask({name: decays(name, param, places) for name, (param, places) in named.items()})
 
 
 def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:
@@ -154,10 +154,10 @@ def muon_labels(module: nn.Module) -> dict[str, str]:
     """
     named = _named("muon_labels", module)
     tree = _tree(module, named)
-    blocks = _in_blocks(tree)
+    blocks = _blocks_of_all_stacks(tree)
     last = [path for path, part in module.named_modules(remove_duplicate=False) if _is_linear(part)][-1:]
 
-    def hidden(p: _Place) -> bool:
+    def hidden(p: _Registration) -> bool:
         if _is_bias(p) or _is_norm(p) or _is_embedding(p):
             return False
         if _inside(p.path, blocks):
@@ -171,25 +171,25 @@ def muon_labels(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _named(owner: str, module: nn.Module) -> dict[str, _Named]:
+def _named(owner: str, module: nn.Module) -> dict[str, _NamedParam]:
     """Return first name -> parameter and registrations, in the order of `named_parameters()`. Errors name `owner` as the caller."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{owner}: got {type(module).__name__}; expected an nn.Module. Pass the model itself, not its parameters.")
-    named: dict[str, _Named] = {}
+    named: dict[str, _NamedParam] = {}
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"{owner}: parameter {name!r} is not initialized yet (a lazy module). Run one forward pass before.")
-        named.setdefault(first.setdefault(id(param), name), _Named(param, [])).places.append(_place(module, name))
+        named.setdefault(first.setdefault(id(param), name), _NamedParam(param, [])).registrations.append(_find_registration(module, name))
     if not named:
         raise ValueError(f"{owner}: {type(module).__name__} has no parameters; expected a module with at least one. Pass the whole model.")
     return named
 
 
-def _place(module: nn.Module, name: str) -> _Place:
+def _find_registration(module: nn.Module, name: str) -> _Registration:
     """Return where a name is registered. An entry of a ParameterList has the name of the list."""
     path, _, own = re.sub(r"(\.\d+)+$", "", _unparametrized(name)).rpartition(".")
-    return _Place(path, own, module.get_submodule(path))
+    return _Registration(path, own, module.get_submodule(path))
 
 
 def _unparametrized(name: str) -> str:
@@ -201,35 +201,35 @@ def _words(name: str) -> list[str]:
     return name.lower().split("_")
 
 
-def _is_bias(place: _Place) -> bool:
-    return not _BIAS_WORDS.isdisjoint(_words(place.own))
+def _is_bias(place: _Registration) -> bool:
+    return not _BIAS_WORDS.isdisjoint(_words(place.local_name))
 
 
-def _named_so(module: nn.Module, pattern: re.Pattern[str]) -> bool:
+def _class_matches(module: nn.Module, pattern: re.Pattern[str]) -> bool:
     """Return whether the name of the class matches. Linear and convolution classes never do: PatchEmbedding(nn.Conv2d) is a kernel."""
     return bool(pattern.search(type(module).__name__)) and not isinstance(module, (nn.Linear, CONVOLUTIONS))
 
 
-def _is_norm(place: _Place) -> bool:
-    return isinstance(place.module, _NORMS) or _named_so(place.module, _NORM_CLASS)
+def _is_norm(place: _Registration) -> bool:
+    return isinstance(place.module, _NORMS) or _class_matches(place.module, _NORM_CLASS)
 
 
-def _embeds(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or _named_so(module, _EMBEDDING_CLASS)
+def _is_embedding_module(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or _class_matches(module, _EMBEDDING_CLASS)
 
 
-def _is_embedding(place: _Place) -> bool:
-    words = _words(place.own)
-    return _embeds(place.module) or words[-1] in _EMBEDDING_WORDS or not _POSITION_WORDS.isdisjoint(words)
+def _is_embedding(place: _Registration) -> bool:
+    words = _words(place.local_name)
+    return _is_embedding_module(place.module) or words[-1] in _EMBEDDING_WORDS or not _POSITION_WORDS.isdisjoint(words)
 
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__.endswith("Linear")
 
 
-def _is_head(place: _Place) -> bool:
+def _is_head(place: _Registration) -> bool:
     """Return whether the parameter is named as a head. The caller checks whether it is outside of the blocks."""
-    called = place.path.rpartition(".")[2] if _is_linear(place.module) else place.own
+    called = place.path.rpartition(".")[2] if _is_linear(place.module) else place.local_name
     return _words(called)[-1] in _HEAD_WORDS
 
 
@@ -238,7 +238,7 @@ def _in_attention(module: nn.Module, path: str) -> bool:
     return bool(_ATTENTION.search(parent) or _ATTENTION.search(type(module.get_submodule(parent)).__name__))
 
 
-def _listed_by_the_modules(module: nn.Module) -> list[str]:
+def _no_weight_decay_patterns(module: nn.Module) -> list[str]:
     """Return patterns of full names from all `no_weight_decay()` methods, which list names below their own module."""
     patterns = []
     for path, part in module.named_modules():
@@ -252,18 +252,18 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _above(path: str) -> list[str]:
+def _list_ancestors(path: str) -> list[str]:
     """Return the path and its ancestors, outermost first, without the root."""
     parts = path.split(".") if path else []
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _inside(path: str, paths: Iterable[str]) -> bool:
-    return not set(_above(path)).isdisjoint(paths)
+    return not set(_list_ancestors(path)).isdisjoint(paths)
 
 
 def _tree(module: nn.Module, named: Iterable[str]) -> _Tree:
-    holders = {""} | {path for name in named for path in _above(_unparametrized(name))}
+    holders = {""} | {path for name in named for path in _list_ancestors(_unparametrized(name))}
     modules = {path: part for path, part in module.named_modules() if path in holders}
     children: dict[str, list[str]] = {path: [] for path in modules}
     for path in modules:
@@ -278,7 +278,7 @@ def _kind(tree: _Tree, path: str) -> tuple[type, ...]:
     return (type(part), *(_kind(tree, elements[0]) if elements and isinstance(part, nn.ModuleList | nn.Sequential) else ()))
 
 
-def _repeating(tree: _Tree, stack: str) -> list[str]:
+def _repeated_elements(tree: _Tree, stack: str) -> list[str]:
     """Return the elements with submodules whose kind occurs more than once in the stack."""
     kinds = {element: _kind(tree, element) for element in tree.children[stack] if tree.children[element]}
     several = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
@@ -289,8 +289,8 @@ def _stacks(tree: _Tree) -> dict[str, int]:
     """Return path -> rank: 2 if a kind with submodules repeats, 1 if there is one such element alone, 0 for other lists of layers."""
     lists = [path for path, part in tree.modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
     lists = [path for path in lists if _words(path.rpartition(".")[2])[-1] not in _HEAD_WORDS]
-    repeating = {path for path in lists if _repeating(tree, path)}
-    wrappers = {""}.union(*map(_above, repeating))
+    repeating = {path for path in lists if _repeated_elements(tree, path)}
+    wrappers = {""}.union(*map(_list_ancestors, repeating))
     ranks = {}
     for path in lists:
         elements = tree.children[path]
@@ -303,9 +303,9 @@ def _stacks(tree: _Tree) -> dict[str, int]:
     return ranks
 
 
-def _in_blocks(tree: _Tree) -> set[str]:
+def _blocks_of_all_stacks(tree: _Tree) -> set[str]:
     """Return the blocks of every stack, whether they are in the chain of `layer_decay` or not."""
-    return {block for stack, rank in _stacks(tree).items() if rank for block in _repeating(tree, stack) or tree.children[stack]}
+    return {block for stack, rank in _stacks(tree).items() if rank for block in _repeated_elements(tree, stack) or tree.children[stack]}
 
 
 def _blocks(tree: _Tree) -> list[str]:
@@ -318,9 +318,9 @@ def _blocks(tree: _Tree) -> list[str]:
         return tree.children[path]
     best = max(ranks.values())
     stacks = [path for path, rank in ranks.items() if rank == best]
-    outermost = [path for path in stacks if {path}.issuperset({"", *_above(path)}.intersection(stacks))]
+    outermost = [path for path in stacks if {path}.issuperset({"", *_list_ancestors(path)}.intersection(stacks))]
     stack = max(outermost, key=lambda path: len(tree.children[path]))
-    for path in _above(stack):
+    for path in _list_ancestors(stack):
         siblings = tree.children[path.rpartition(".")[0]]
         alike = [sibling for sibling in siblings if _kind(tree, sibling) == _kind(tree, path)]
         if len(alike) >= (3 if best == 2 else 2):
@@ -328,15 +328,15 @@ def _blocks(tree: _Tree) -> list[str]:
     return tree.children[stack]
 
 
-def _layers(named: dict[str, _Named], module: nn.Module) -> dict[str, int]:
+def _layers(named: dict[str, _NamedParam], module: nn.Module) -> dict[str, int]:
     """Return name -> layer, from 0 below the first block to one more than the number of blocks."""
     tree = _tree(module, named)
-    blocks = [path for path in _blocks(tree) if not _embeds(tree.modules[path])]
+    blocks = [path for path in _blocks(tree) if not _is_embedding_module(tree.modules[path])]
     numbers_of = {path: i + 1 for i, path in enumerate(blocks)}
-    inside = _in_blocks(tree)  # includes blocks of other stacks, such as T5's decoder
+    inside = _blocks_of_all_stacks(tree)  # includes blocks of other stacks, such as T5's decoder
     layers, reached = {}, 0
     for name, (_, places) in named.items():
-        block = next((numbers_of[path] for path in _above(name) if path in numbers_of), None)
+        block = next((numbers_of[path] for path in _list_ancestors(name) if path in numbers_of), None)
         if block is not None:
             layers[name] = reached = block
             continue

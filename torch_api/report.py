@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._params.param_groups import lr_scale
-from ._params.record import Leaf
+from ._params.record import ParamRecord
 from ._rules.types import ParamGroup, ParamState
 
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
@@ -31,14 +31,14 @@ class Report:
     def __init__(
         self,
         title: str,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ParamRecord],
         param_groups: Sequence[ParamGroup],
         state: Mapping[torch.Tensor, ParamState],
         multiplied: Sequence[int] = (),
     ) -> None:
         self.title = title
-        self.rows = [_row(leaf, param_groups[leaf.group], state.get(leaf.param, {})) for leaf in leaves]
-        trained = {leaf.group for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"}
+        self.rows = [_row(leaf, param_groups[leaf.group_index], state.get(leaf.param, {})) for leaf in leaves]
+        trained = {leaf.group_index for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"}
         numbers = [i for i in multiplied if i in trained]
         where = "" if trained <= set(numbers) else f" of group {', '.join(map(str, numbers))}"
         self.note = f"lr{where} multiplies what the transformation gives, which may have a learning rate of its own." if numbers else ""
@@ -65,16 +65,16 @@ class Report:
         return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
-def _row(leaf: Leaf, group: ParamGroup, state: ParamState) -> dict[str, Any]:
-    status, rule = "trained", leaf.rule
+def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> dict[str, Any]:
+    status, rule = "trained", leaf.decided_by
     if not leaf.trained:
         status = "frozen"
     elif not group.get("trainable", True):
-        status, rule = "frozen", f"group {leaf.group} trainable=False"
+        status, rule = "frozen", f"group {leaf.group_index} trainable=False"
     elif not leaf.param.requires_grad:
         status, rule = "frozen", "requires_grad=False"
-    elif leaf.elements is not None:
-        status = f"trained in {int(leaf.elements.sum())} of {leaf.elements.size} elements"
+    elif leaf.element_mask is not None:
+        status = f"trained in {int(leaf.element_mask.sum())} of {leaf.element_mask.size} elements"
     frozen = status == "frozen"
     decay = float(group.get("weight_decay", 0.0)) * group.get("wd_scale", 1.0) if leaf.decay.value else 0.0
     return {
@@ -86,16 +86,16 @@ def _row(leaf: Leaf, group: ParamGroup, state: ParamState) -> dict[str, Any]:
         "decided by": rule,
         "lr": None if frozen else float(group["lr"]) * lr_scale(group) * leaf.lr_scale,
         "decay": None if frozen else decay,
-        "state bytes": sum(t.numel() * t.element_size() for t in leaf.held(state).values() if isinstance(t, torch.Tensor)),
+        "state bytes": sum(t.numel() * t.element_size() for t in leaf.local_values(state).values() if isinstance(t, torch.Tensor)),
         "write-back": "none" if frozen else _write_back(leaf),
         "size": leaf.param.numel(),
     }
 
 
-def _write_back(leaf: Leaf) -> str:
+def _write_back(leaf: ParamRecord) -> str:
     if leaf.address is None:
-        return leaf.why
-    return "inplace" if leaf.memory is not None else f"copy: {leaf.why}"
+        return leaf.copy_reason
+    return "inplace" if leaf.jax_buffer is not None else f"copy: {leaf.copy_reason}"
 
 
 def _text(value: object) -> str:

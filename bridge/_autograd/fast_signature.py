@@ -13,7 +13,7 @@ import torch
 
 from bridge._interop.dlpack import ALIGNMENT, dense_order
 from bridge._interop.tensor_storage import offset_of, storage_of
-from bridge._memory.adoption import align
+from bridge._memory.adoption import align_storage
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses: they may have no memory, or other semantics
 _STATIC = frozenset({int, bool, str})  # hashable and immutable; equal values of one type give equal programs
@@ -21,10 +21,10 @@ _STATIC = frozenset({int, bool, str})  # hashable and immutable; equal values of
 
 # (key, tensors, addresses of the tensors, floats, storages). The key holds everything that decides how a call treats the leaves. The caller
 # holds the storages until the call has ended, so that no other thread moves a parameter that the program reads.
-Plain = tuple[list[Hashable], list[torch.Tensor], list[int], list[float], list[torch.UntypedStorage]]
+FastSignature = tuple[list[Hashable], list[torch.Tensor], list[int], list[float], list[torch.UntypedStorage]]
 
 
-def plain(leaves: Iterable[Any]) -> Plain | None:
+def fast_signature(leaves: Iterable[Any]) -> FastSignature | None:
     """Return the fast signature of the leaves; None if one is not a CPU tensor with readable memory, a float, or a static value."""
     key: list[Hashable] = []
     tensors, addresses, floats, held = [], [], [], []
@@ -37,7 +37,7 @@ def plain(leaves: Iterable[Any]) -> Plain | None:
                 if not address or not leaf.is_cpu or len(storage_of(leaf)) < offset_of(leaf) * leaf.itemsize + leaf.nbytes:
                     return None
                 if address % ALIGNMENT and kind is torch.nn.Parameter:
-                    align(leaf)
+                    align_storage(leaf)
                     held.append(leaf.untyped_storage())
                     address = leaf.data_ptr()
                 addresses.append(address)
@@ -64,8 +64,8 @@ def addresses_of(tensors: Sequence[torch.Tensor], specs: Sequence[tuple[torch.dt
     """Return the addresses of the tensors; None if one is not a contiguous CPU tensor with the dtype and element count of its spec."""
     found = []
     for tensor, (dtype, count) in zip(tensors, specs, strict=True):
-        plain = type(tensor) in _TENSORS and tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided
-        if not plain or tensor.numel() != count or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        is_plain = type(tensor) in _TENSORS and tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided
+        if not is_plain or tensor.numel() != count or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
         try:
             if len(storage_of(tensor)) < offset_of(tensor) * tensor.itemsize + tensor.nbytes:  # freed or resized

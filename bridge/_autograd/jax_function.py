@@ -19,23 +19,23 @@ from jax.typing import ArrayLike
 from bridge import _process
 from bridge._compat.python import code_of
 from bridge._compat.types import Device, PyTreeDef
-from bridge._interop.containers import holds
+from bridge._interop.containers import path_to_instance
 from bridge._interop.dlpack import dense_order, device_of, to_jax
-from bridge._interop.dtypes import is_wide, keeps, narrow, numpy_dtype
-from bridge._interop.tensor_storage import first_short, shortage
+from bridge._interop.dtypes import is_64bit, keeps_64bit, numpy_dtype, to_32bit
+from bridge._interop.tensor_storage import first_unreadable, why_unreadable
 from bridge._ir.types import PyTree
 from bridge._names import path_name
-from bridge._process import not_traced
+from bridge._process import disable_torch_compile
 from bridge._process import x64 as scope
-from bridge._tracing.context import TRACE
-from bridge._tracing.tensor import Traced, as_array, as_traced
+from bridge._tracing.context import context
+from bridge._tracing.tensor import TracedTensor, as_array, as_traced
 from bridge._warnings import CompilationWarning, stack_level
 
-from .autograd_functions import _apply, _record, _recording, _transformed
-from .fast_signature import is_dense, plain
-from .traced_function import Call, Place, Program, Recording, Spec
+from .autograd_functions import call_traced, is_transformed, record_call, residual_forward
+from .fast_signature import fast_signature, is_dense
+from .traced_function import ArgumentSpec, CompiledCall, ExecutionTarget, ForwardWithResiduals, TracedFunction
 
-_PROGRAMS_KEPT = 512  # of one function; the oldest is dropped
+_MAX_PROGRAMS = 512  # of one function; the oldest is dropped
 _config: Any = jax.config
 
 
@@ -93,48 +93,50 @@ def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFu
     return JaxFunction(fn, x64)
 
 
-_MANY = 9  # the number of signatures that triggers a warning: a loop may need a new one in each call
-_compiled: weakref.WeakKeyDictionary[CodeType, _Compiled] = weakref.WeakKeyDictionary()
+_WARN_AT_SIGNATURES = 9  # the number of signatures that triggers a warning: a loop may need a new one in each call
+_functions_by_code: weakref.WeakKeyDictionary[CodeType, _FunctionsOfCode] = weakref.WeakKeyDictionary()
 
 
-class _Compiled:
+class _FunctionsOfCode:
     """The functions of one code object that have compiled a program: how many were created, and which still exist."""
 
     def __init__(self) -> None:
-        self.made = 0
-        self.functions: weakref.WeakSet[JaxFunction] = weakref.WeakSet()
-        self.was_said = False
+        self.created_count = 0
+        self.live_functions: weakref.WeakSet[JaxFunction] = weakref.WeakSet()
+        self.has_warned = False
 
 
-def _count(function: JaxFunction, names: Sequence[str]) -> None:
+def _warn_if_recompiling(function: JaxFunction, names: Sequence[str]) -> None:
     """Warn at the ninth signature of a function, and at the ninth function that is made from one code object and dropped."""
-    if function.programs == _MANY:
-        how = _difference(list(function._known), names)
+    if function.programs == _WARN_AT_SIGNATURES:
+        how = _describe_difference(list(function._by_signature), names)
         warnings.warn(
-            f"{function._title} has compiled {_MANY} programs, one for each signature, which differ {how}. Pass numbers that change "
+            f"{function._title} has compiled {_WARN_AT_SIGNATURES} programs, one for each signature, which differ {how}. Pass numbers "
+            "that change "
             "as tensors or floats, pad tensors to a few shapes, and create functions that you pass once, outside of the loop.",
             CompilationWarning,
             stacklevel=stack_level(),
         )
-    code = _code(function._fn)
+    code = _underlying_code(function._fn)
     if code is None:
         return
-    of_code = _compiled.setdefault(code, _Compiled())
-    if function in of_code.functions:
+    of_code = _functions_by_code.setdefault(code, _FunctionsOfCode())
+    if function in of_code.live_functions:
         return
-    of_code.made += 1
-    of_code.functions.add(function)
-    if not of_code.was_said and of_code.made - len(of_code.functions) >= _MANY - 1:
-        of_code.was_said = True
+    of_code.created_count += 1
+    of_code.live_functions.add(function)
+    if not of_code.has_warned and of_code.created_count - len(of_code.live_functions) >= _WARN_AT_SIGNATURES - 1:
+        of_code.has_warned = True
         warnings.warn(
-            f"{function._title} was made anew {_MANY} times or more from one function, and each compiled its own program. Make it "
+            f"{function._title} was made anew {_WARN_AT_SIGNATURES} times or more from one function, and each compiled its own program. "
+            "Make it "
             "once, outside of the loop, and pass values that change as arguments.",
             CompilationWarning,
             stacklevel=stack_level(),
         )
 
 
-def _difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
+def _describe_difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
     """Return a phrase that names the arguments in which signatures with the last one's tree differ."""
     same = [key[1] for key in keys if key[0] == keys[-1][0] and len(key[1]) == len(names)]
     if len(same) < 2:
@@ -144,7 +146,7 @@ def _difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
     return f"in value, shape or dtype of the arguments {listed}" if differ else "by settings of jax"
 
 
-def _code(fn: Callable[..., object]) -> CodeType | None:
+def _underlying_code(fn: Callable[..., object]) -> CodeType | None:
     """Return the code object of a function under partial applications and transformations; None for other callables."""
     for _ in range(20):
         inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
@@ -154,10 +156,10 @@ def _code(fn: Callable[..., object]) -> CodeType | None:
     return code_of(fn)
 
 
-class _ProgramCall(NamedTuple):
+class _BoundCall(NamedTuple):
     """A program, the tree of its outputs, and its arguments: the tensors, and the other arrays and numbers."""
 
-    program: Program
+    program: TracedFunction
     out_tree: PyTreeDef
     tensors: list[torch.Tensor]
     others: list[ArrayLike]
@@ -170,8 +172,8 @@ class JaxFunction:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._x64 = fn, x64
         self._title = f"jax_function({getattr(fn, '__name__', type(fn).__name__)})"
-        self._known: dict[tuple[Any, ...], tuple[Program, PyTreeDef]] = {}
-        self._quick: dict[Hashable, tuple[Call, Recording | None, PyTreeDef]] = {}
+        self._by_signature: dict[tuple[Any, ...], tuple[TracedFunction, PyTreeDef]] = {}
+        self._by_fast_signature: dict[Hashable, tuple[CompiledCall, ForwardWithResiduals | None, PyTreeDef]] = {}
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -182,120 +184,120 @@ class JaxFunction:
 
     @property
     def programs(self) -> int:
-        return len(self._known)
+        return len(self._by_signature)
 
-    @not_traced
+    @disable_torch_compile
     def __call__(self, *args: object, **kwargs: object) -> PyTree:
-        if _process._forked or TRACE.dispatch is not None or _transformed():
-            return self._any(args, kwargs)
-        tree, given = None, None if kwargs else plain(args)
+        if _process._forked or context.dispatch is not None or is_transformed():
+            return self._call_any(args, kwargs)
+        tree, given = None, None if kwargs else fast_signature(args)
         if given is None:
             leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-            given = plain(leaves)
+            given = fast_signature(leaves)
             if given is None:
-                return self._any(args, kwargs)
+                return self._call_any(args, kwargs)
         described, tensors, addresses, others, _ = given
         config = _config
         settings = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
         key = (tree, torch.is_grad_enabled(), settings, *described)
-        known = self._quick.get(key) or self._remember(key, args, kwargs, tensors)
+        known = self._by_fast_signature.get(key) or self._add_fast_signature(key, args, kwargs, tensors)
         if known is None:
-            return self._any(args, kwargs)
+            return self._call_any(args, kwargs)
         call, recording, out_tree = known
-        found = call.at(addresses, others)
-        return out_tree.unflatten(found if recording is None else _record(recording, found, others, *tensors))
+        found = call.call_at_addresses(addresses, others)
+        return out_tree.unflatten(found if recording is None else record_call(recording, found, others, *tensors))
 
-    def _remember(
+    def _add_fast_signature(
         self, key: Hashable, args: Sequence[object], kwargs: Mapping[str, object], tensors: Sequence[torch.Tensor]
-    ) -> tuple[Call, Recording | None, PyTreeDef] | None:
+    ) -> tuple[CompiledCall, ForwardWithResiduals | None, PyTreeDef] | None:
         """Store and return the compiled call for arguments with this fast signature; None if they need the general path each time."""
-        if not all(map(is_dense, tensors)) or (self._x64 is False and any(map(is_wide, tensors))):
+        if not all(map(is_dense, tensors)) or (self._x64 is False and any(map(is_64bit, tensors))):
             return None
-        found = self._found(args, kwargs, False)
+        found = self._bind(args, kwargs, False)
         program = found.program
-        recording = _recording(program, tensors)
-        call = program.plain() if recording is None else recording.forward
-        if not call.reads_addresses or not program.outs:
+        recording = residual_forward(program, tensors)
+        call = program.forward_call() if recording is None else recording.forward
+        if not call.reads_addresses or not program.out_specs:
             return None
-        if len(self._quick) >= _PROGRAMS_KEPT:
-            self._quick.clear()
-        self._quick[key] = call, recording, found.out_tree
-        return self._quick[key]
+        if len(self._by_fast_signature) >= _MAX_PROGRAMS:
+            self._by_fast_signature.clear()
+        self._by_fast_signature[key] = call, recording, found.out_tree
+        return self._by_fast_signature[key]
 
-    def _any(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
+    def _call_any(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
         """Call the function by the general path, which accepts all arguments and transformations."""
         if _process._forked:
             raise RuntimeError(
                 f"{self._title}: this process was forked after jax had started, and jax hangs in a forked process. "
                 "Start it with 'spawn' (DataLoader: multiprocessing_context='spawn')."
             )
-        if TRACE.dispatch is not None:
-            return self._traced(args, kwargs)
-        transformed = _transformed()
-        program, out_tree, tensors, others = self._found(args, kwargs, transformed)
+        if context.dispatch is not None:
+            return self._inline(args, kwargs)
+        transformed = is_transformed()
+        program, out_tree, tensors, others = self._bind(args, kwargs, transformed)
         if others:
-            others = [_settled(x, program.place) for x in others]
-        return out_tree.unflatten(_apply(program, others, tensors, transformed))
+            others = [_move_to_target(x, program.target) for x in others]
+        return out_tree.unflatten(call_traced(program, others, tensors, transformed))
 
-    def _refuse_short(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    def _refuse_short_storage(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
-            if isinstance(leaf, torch.Tensor) and (why := shortage(leaf)):
+            if isinstance(leaf, torch.Tensor) and (why := why_unreadable(leaf)):
                 raise ValueError(
                     f"{self._title}: argument {path_name(path[1:])!r} of shape {tuple(leaf.shape)} cannot be read: {why}. "
                     "Pass a tensor whose storage holds all its elements."
                 )
 
-    def _found(self, args: Sequence[object], kwargs: Mapping[str, object], transformed: bool) -> _ProgramCall:
+    def _bind(self, args: Sequence[object], kwargs: Mapping[str, object], transformed: bool) -> _BoundCall:
         """Return the program for these arguments, and the arguments in the form in which it is called."""
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        if first_short([x for x in leaves if isinstance(x, torch.Tensor)]) is not None:
-            self._refuse_short(args, kwargs)
+        if first_unreadable([x for x in leaves if isinstance(x, torch.Tensor)]) is not None:
+            self._refuse_short_storage(args, kwargs)
         if self._x64 is False:
-            leaves = list(map(narrow, leaves))
-        signature, tensors, others = _described(leaves, transformed)
+            leaves = list(map(to_32bit, leaves))
+        signature, tensors, others = _describe_leaves(leaves, transformed)
         settings = _config.jax_enable_x64, _config.jax_default_matmul_precision, _config.jax_numpy_dtype_promotion
         key = (tree, tuple(signature), *settings)
         try:
-            known = self._known.get(key)
+            known = self._by_signature.get(key)
         except TypeError:  # a static leaf is not hashable; the check below names it
             known = None
-        program, out_tree = known or self._program(key, leaves, args, kwargs, transformed)
-        return _ProgramCall(program, out_tree, tensors, others)
+        program, out_tree = known or self._trace(key, leaves, args, kwargs, transformed)
+        return _BoundCall(program, out_tree, tensors, others)
 
-    def _traced(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
+    def _inline(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
         """Call `fn` on traced values, as a part of the program that `module_function` or `JaxTrainStep` traces."""
-        args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, Traced))
+        args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, TracedTensor))
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
-        flag = _config.jax_enable_x64 if TRACE.x64 is None else TRACE.x64
-        with scope(keeps(self._x64, flag, arrays)):  # a train step keeps 64-bit types with any flag
-            outs, tree = _outputs(self._title, self._fn(*args, **kwargs))
+        flag = _config.jax_enable_x64 if context.jax_x64 is None else context.jax_x64
+        with scope(keeps_64bit(self._x64, flag, arrays)):  # a train step keeps 64-bit types with any flag
+            outs, tree = _flatten_outputs(self._title, self._fn(*args, **kwargs))
             return as_traced(tree.unflatten([jax.numpy.asarray(x) if not isinstance(x, jax.Array) else x for x in outs]))
 
-    def _program(
+    def _trace(
         self, key: tuple[Any, ...], leaves: Sequence[Any], args: Sequence[object], kwargs: Mapping[str, object], transformed: bool
-    ) -> tuple[Program, PyTreeDef]:
+    ) -> tuple[TracedFunction, PyTreeDef]:
         """Check the arguments, and trace `fn` for their signature."""
         named = [(path_name(path[1:]), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
         for name, leaf in named:
             self._check(name, leaf)
-        place = self._place(named)
+        place = self._execution_target(named)
         for name, leaf in named:
             if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.layout is not torch.strided):
                 to_jax({f"{self._title}: {name}": leaf.detach()})
         with self._lock:
-            if key not in self._known:
-                kinds = list(map(_kind, leaves))
+            if key not in self._by_signature:
+                kinds = list(map(_leaf_kind, leaves))
                 tensors = [jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(x.dtype)) for x in leaves if isinstance(x, torch.Tensor)]
-                others = [_abstract(_settled(x, place)) for x, kind in zip(leaves, kinds, strict=True) if kind == "other"]
-                orders = [None if transformed else _order(x) for x in leaves if isinstance(x, torch.Tensor)]
-                flat = _Flat(self._title, self._fn, key[0], leaves, kinds)
-                program = Program(flat, tensors, others, place, orders)
-                while len(self._known) >= _PROGRAMS_KEPT:
-                    del self._known[next(iter(self._known))]
-                    self._quick.clear()
-                self._known[key] = program, flat.out_tree
-                _count(self, [name for name, _ in named])
-            return self._known[key]
+                others = [_abstract(_move_to_target(x, place)) for x, kind in zip(leaves, kinds, strict=True) if kind == "other"]
+                orders = [None if transformed else _dim_order(x) for x in leaves if isinstance(x, torch.Tensor)]
+                flat = _FlatFunction(self._title, self._fn, key[0], leaves, kinds)
+                program = TracedFunction(flat, tensors, others, place, orders)
+                while len(self._by_signature) >= _MAX_PROGRAMS:
+                    del self._by_signature[next(iter(self._by_signature))]
+                    self._by_fast_signature.clear()
+                self._by_signature[key] = program, flat.out_tree
+                _warn_if_recompiling(self, [name for name, _ in named])
+            return self._by_signature[key]
 
     def _check(self, name: str, leaf: object) -> None:
         if isinstance(leaf, Tracer):
@@ -303,7 +305,7 @@ class JaxFunction:
                 f"{self._title}: argument {name!r} is a tracer ({leaf.aval}); expected a tensor. Inside jax's jit, grad or vmap call the "
                 "JAX function itself, which is its `__wrapped__`."
             )
-        if _kind(leaf) == "static":
+        if _leaf_kind(leaf) == "static":
             try:
                 hash(leaf)
             except TypeError:
@@ -311,14 +313,14 @@ class JaxFunction:
                     f"{self._title}: argument {name!r} is a {type(leaf).__name__}, which is not hashable; expected a tensor, an array, "
                     "a number, or a hashable object. Register its type as a pytree, or close over it."
                 ) from None
-            place = holds(leaf, torch.Tensor)
+            place = path_to_instance(leaf, torch.Tensor)
             if place is not None:
                 raise TypeError(
                     f"{self._title}: argument {name!r} is a {type(leaf).__name__} that holds a tensor at {place!r}, but is no jax pytree: "
                     "the tensor's values would be constants of the program. Pass its tensors, or register its type as a pytree."
                 )
 
-    def _place(self, named: Sequence[tuple[str, object]]) -> Place:
+    def _execution_target(self, named: Sequence[tuple[str, object]]) -> ExecutionTarget:
         """Return the device of the tensors, else of the jax arrays, else jax's default; and whether 64-bit types are kept."""
         tensors = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
         arrays = [x for _, x in named if isinstance(x, jax.Array)]
@@ -329,10 +331,10 @@ class JaxFunction:
                     "device. Move one of them with .to()."
                 )
         device = device_of(tensors[0][1]) if tensors else _first_device(arrays)
-        return Place(device, keeps(self._x64, _config.jax_enable_x64, [*(x for _, x in tensors), *arrays]))
+        return ExecutionTarget(device, keeps_64bit(self._x64, _config.jax_enable_x64, [*(x for _, x in tensors), *arrays]))
 
 
-class _Flat:
+class _FlatFunction:
     """`fn` as a function of its dynamic leaves, tensors first, that returns a list of arrays.
 
     out_tree: the tree of the outputs; set by the first call.
@@ -343,16 +345,16 @@ class _Flat:
     def __init__(self, title: str, fn: Callable[..., PyTree], tree: PyTreeDef, leaves: Sequence[object], kinds: Sequence[str]) -> None:
         self._title, self._fn, self._tree = title, fn, tree
         self._static = {i: leaf for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)) if kind == "static"}
-        self._at = [i for wanted in ("tensor", "other") for i, kind in enumerate(kinds) if kind == wanted]
+        self._dynamic_positions = [i for wanted in ("tensor", "other") for i, kind in enumerate(kinds) if kind == wanted]
 
     def __call__(self, *arrays: jax.Array) -> list[ArrayLike]:
-        leaves = self._static | dict(zip(self._at, arrays, strict=True))
+        leaves = self._static | dict(zip(self._dynamic_positions, arrays, strict=True))
         args, kwargs = self._tree.unflatten([leaves[i] for i in range(len(leaves))])
-        outs, self.out_tree = _outputs(self._title, self._fn(*args, **kwargs))
+        outs, self.out_tree = _flatten_outputs(self._title, self._fn(*args, **kwargs))
         return outs
 
 
-def _outputs(title: str, result: PyTree) -> tuple[list[ArrayLike], PyTreeDef]:
+def _flatten_outputs(title: str, result: PyTree) -> tuple[list[ArrayLike], PyTreeDef]:
     """Return the leaves of a result and their tree. Raise an error if a leaf cannot become a tensor."""
     outs, tree = jax.tree_util.tree_flatten_with_path(result)
     for path, out in outs:
@@ -365,15 +367,15 @@ def _outputs(title: str, result: PyTree) -> tuple[list[ArrayLike], PyTreeDef]:
     return [out for _, out in outs], tree
 
 
-def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Hashable], list[torch.Tensor], list[ArrayLike]]:
+def _describe_leaves(leaves: Sequence[Any], transformed: bool) -> tuple[list[Hashable], list[torch.Tensor], list[ArrayLike]]:
     """Return the signature of the leaves, the tensors among them, and the other arrays and numbers."""
     signature, tensors, others = [], [], []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-            signature.append((leaf.shape, leaf.dtype, leaf.device, None if transformed else _order(leaf)))
+            signature.append((leaf.shape, leaf.dtype, leaf.device, None if transformed else _dim_order(leaf)))
             continue
-        kind = _kind(leaf)
+        kind = _leaf_kind(leaf)
         if kind == "static":
             signature.append((type(leaf), leaf))
             continue
@@ -383,12 +385,12 @@ def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Hashable]
     return signature, tensors, others
 
 
-def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def _dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the order of dimensions in which the tensor is contiguous; None if it is row-major, or needs a copy."""
     return None if tensor.layout is not torch.strided or tensor.is_contiguous() else dense_order(tensor)
 
 
-def _kind(leaf: object) -> str:
+def _leaf_kind(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
         return "tensor"
     return "other" if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) else "static"
@@ -399,10 +401,10 @@ def _first_device(arrays: Sequence[jax.Array]) -> Device:
         return next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
 
 
-def _settled(leaf: ArrayLike, place: Place) -> jax.Array | complex:
+def _move_to_target(leaf: ArrayLike, place: ExecutionTarget) -> jax.Array | complex:
     """Return a leaf that is no tensor on the program's device. NumPy arrays are copied, because the caller may change them."""
     if isinstance(leaf, np.ndarray | np.generic):
-        with scope(place.wide), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        with scope(place.keeps_64bit), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return jax.device_put(np.array(leaf), place.device)
     if isinstance(leaf, jax.Array) and leaf.devices() != {place.device}:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
@@ -410,7 +412,7 @@ def _settled(leaf: ArrayLike, place: Place) -> jax.Array | complex:
     return leaf
 
 
-def _abstract(leaf: jax.Array | complex) -> Spec:
+def _abstract(leaf: jax.Array | complex) -> ArgumentSpec:
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)) if isinstance(leaf, jax.Array) else leaf
     )

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bridge._interop.dtypes import crosses
+from bridge._interop.dtypes import exists_in_torch
 from bridge._ir.classify import ELEMENTWISE
 from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 _SLOW = {"bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "igamma", "lgamma"}
 _QUICK = (ELEMENTWISE - _SLOW) | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"}
 _CALLS = {"jit", "pjit"}
-ANEW = 4096  # how many elements a backward may compute a second time
+MAX_REMATERIALIZED = 4096  # how many elements a backward may compute a second time
 
 
-class Sources(NamedTuple):
+class ResidualSources(NamedTuple):
     """Where the residuals of a backward come from.
 
     by_residual: for each residual (kind, which), where kind is "input", "output", "constant" or the name of one of the other fields;
@@ -29,35 +29,38 @@ class Sources(NamedTuple):
     variables that the backward computes again.
     """
 
-    of: list[tuple[str, Any]]
-    kept: list[Var]
-    rest: list[Var]
-    anew: list[Var]
+    by_residual: list[tuple[str, Any]]
+    transferable: list[Var]
+    untransferable: list[Var]
+    rematerialized: list[Var]
 
 
-def sources(closed: ClosedJaxpr, width: int) -> Sources:
+def residual_sources(closed: ClosedJaxpr, width: int) -> ResidualSources:
     """Return where the residuals come from. They are the outputs of a jaxpr after the first `width`."""
     outvars: Sequence[Atom] = closed.jaxpr.outvars
-    outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(aval_of(v))])
+    outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if exists_in_torch(aval_of(v))])
     known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
     known |= {id(v): ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
     known |= {id(v): ("constant", value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
-    anew = {id(v) for v in _made_anew(closed.jaxpr, [v for v in outvars[width:] if not isinstance(v, Literal) and id(v) not in known])}
-    found = Sources([], [], [], [])
+    anew = {
+        id(v)
+        for v in _cheap_to_rematerialize(closed.jaxpr, [v for v in outvars[width:] if not isinstance(v, Literal) and id(v) not in known])
+    }
+    found = ResidualSources([], [], [], [])
     for v in outvars[width:]:
         if isinstance(v, Literal):
-            found.of.append(("constant", np.asarray(v.val, aval_of(v).dtype)))
+            found.by_residual.append(("constant", np.asarray(v.val, aval_of(v).dtype)))
             continue
         if id(v) not in known:
-            kind = "anew" if id(v) in anew else "kept" if crosses(aval_of(v)) else "rest"
+            kind = "rematerialized" if id(v) in anew else "transferable" if exists_in_torch(aval_of(v)) else "untransferable"
             variables: list[Var] = getattr(found, kind)
             known[id(v)] = (kind, len(variables))
             variables.append(v)
-        found.of.append(known[id(v)])
+        found.by_residual.append(known[id(v)])
     return found
 
 
-def reached(jaxpr: Jaxpr, targets: Iterable[Atom]) -> list[int]:
+def input_dependencies(jaxpr: Jaxpr, targets: Iterable[Atom]) -> list[int]:
     """Return the positions of the inputs on which the targets depend."""
     live = {id(v) for v in targets}
     for eqn in reversed(jaxpr.eqns):
@@ -66,33 +69,33 @@ def reached(jaxpr: Jaxpr, targets: Iterable[Atom]) -> list[int]:
     return [i for i, v in enumerate(jaxpr.invars) if id(v) in live]
 
 
-def _made_anew(jaxpr: Jaxpr, variables: Sequence[Var]) -> list[Var]:
+def _cheap_to_rematerialize(jaxpr: Jaxpr, variables: Sequence[Var]) -> list[Var]:
     """Return the variables that are cheaper to compute again than to save, up to `MAX_REMATERIALIZED` elements in total."""
     makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     done: dict[int, Eqn] = {}
     found = []
     for variable in variables:
-        chain = _chain(variable, makers, done)
+        chain = _producer_chain(variable, makers, done)
         if chain is not None:
             done |= chain
             found.append(variable)
     return found
 
 
-def _chain(variable: Var, makers: Mapping[int, Eqn], done: Mapping[int, Eqn]) -> dict[int, Eqn] | None:
+def _producer_chain(variable: Var, producers: Mapping[int, Eqn], rematerialized: Mapping[int, Eqn]) -> dict[int, Eqn] | None:
     """Return the equations that compute a variable from the inputs and from the equations in `rematerialized`, by id.
 
     None if they compute too many elements, or if one of them is expensive.
     """
     chain: dict[int, Eqn] = {}
     left: list[Atom] = [variable]
-    budget = ANEW - sum(map(_elements, done.values()))
+    budget = MAX_REMATERIALIZED - sum(map(_element_count, rematerialized.values()))
     while left:
         v = left.pop()
-        eqn = None if isinstance(v, Literal) else makers.get(id(v))
-        if eqn is None or id(eqn) in done or id(eqn) in chain:
+        eqn = None if isinstance(v, Literal) else producers.get(id(v))
+        if eqn is None or id(eqn) in rematerialized or id(eqn) in chain:
             continue
-        budget -= _elements(eqn)
+        budget -= _element_count(eqn)
         if budget < 0 or not _is_quick(eqn):
             return None
         chain[id(eqn)] = eqn
@@ -101,12 +104,12 @@ def _chain(variable: Var, makers: Mapping[int, Eqn], done: Mapping[int, Eqn]) ->
 
 
 def _is_quick(eqn: Eqn) -> bool:
-    return all(map(_is_quick, _body(eqn))) if eqn.primitive.name in _CALLS else eqn.primitive.name in _QUICK
+    return all(map(_is_quick, _inner_eqns(eqn))) if eqn.primitive.name in _CALLS else eqn.primitive.name in _QUICK
 
 
-def _elements(eqn: Eqn) -> int:
-    return sum(map(_elements, _body(eqn))) if eqn.primitive.name in _CALLS else sum(aval_of(v).size for v in eqn.outvars)
+def _element_count(eqn: Eqn) -> int:
+    return sum(map(_element_count, _inner_eqns(eqn))) if eqn.primitive.name in _CALLS else sum(aval_of(v).size for v in eqn.outvars)
 
 
-def _body(eqn: Eqn) -> list[Eqn]:
+def _inner_eqns(eqn: Eqn) -> list[Eqn]:
     return eqn.params["jaxpr"].jaxpr.eqns

@@ -29,20 +29,20 @@ client_started: Callable[[], bool] = private("jax._src.xla_bridge.backends_are_i
 # user has set the map there, updates are compiled without multi-output fusion.
 
 # The path of protocol buffer fields from CompileOptions to that map: executable_build_options, debug_options (xla.proto).
-_PATH = 3, 3, 500
+_OPTIONS_PATH = 3, 3, 500
 _COMPILER, _HOOK = "jax._src.compiler", "get_compile_options"
 
 
-class _Asked(threading.local):
+class _ThreadOption(threading.local):
     option: str | None = None
 
 
-_asked, _installing = _Asked(), threading.Lock()
+_thread_option, _installing = _ThreadOption(), threading.Lock()
 _hooks: list[Callable[..., Any]] = []
 
 
 @functools.cache
-def by_program() -> bool:
+def has_per_program_flag() -> bool:
     """Return whether a single program can be compiled with an entry of the map."""
     created = private("jax._src.interpreters.pxla.create_compile_options.__code__.co_names", ())
     read = private("jax._src.lib.xla_client.CompileOptions.ParseFromString", None)
@@ -52,26 +52,26 @@ def by_program() -> bool:
 @contextmanager
 def extra_option(option: str | None) -> Iterator[None]:
     """Compile in this thread with an entry of the map, if that is possible; without one for None."""
-    _asked.option = option if option is not None and _installed() else None
+    _thread_option.option = option if option is not None and _install_hook() else None
     try:
         yield
     finally:
-        _asked.option = None
+        _thread_option.option = None
 
 
-def _installed() -> bool:
+def _install_hook() -> bool:
     """Have jax ask `_with_entry` for the options of programs that a thread compiles inside `extra_option`. Return whether it does."""
-    if not by_program():
+    if not has_per_program_flag():
         return False
     compiler = sys.modules[_COMPILER]
     with _installing:
-        given = getattr(compiler, _HOOK)
-        if given not in _hooks:
+        original = getattr(compiler, _HOOK)
+        if original not in _hooks:
 
-            @functools.wraps(given)
+            @functools.wraps(original)
             def get_compile_options(*args: Any, **kwargs: Any) -> Any:
-                options = given(*args, **kwargs)
-                return options if _asked.option is None else _with_entry(options, _asked.option)
+                options = original(*args, **kwargs)
+                return options if _thread_option.option is None else _with_entry(options, _thread_option.option)
 
             _hooks.append(get_compile_options)
             setattr(compiler, _HOOK, get_compile_options)
@@ -81,7 +81,7 @@ def _installed() -> bool:
 def _with_entry(options: Any, option: str) -> Any:
     """Return jax's CompileOptions with the entry in their map; unchanged if they cannot be serialized and parsed."""
     entry = _field(1, option.encode()) + _field(2, b"")
-    for number in reversed(_PATH):
+    for number in reversed(_OPTIONS_PATH):
         entry = _field(number, entry)
     try:
         return type(options).ParseFromString(options.SerializeAsString() + entry)
@@ -112,10 +112,10 @@ uncached_numpy: Callable[[jax.Array], object] = private("jax._src.array.ArrayImp
 
 # ------------------------------------------------------------------ executions
 
-Streams = tuple[Callable[[], int], Callable[[int], None]]
+StreamCalls = tuple[Callable[[], int], Callable[[int], None]]
 
 
-def _streams() -> Streams | None:
+def _find_stream_calls() -> StreamCalls | None:
     """Return jaxlib's calls that read and set this thread's execution stream; None if they do not work as expected."""
     read = private("jaxlib._jax.get_execution_stream_id", None)
     choose = private("jaxlib._jax.set_execution_stream_id", None)
@@ -130,10 +130,10 @@ def _streams() -> Streams | None:
 
 
 # Without them the programs of a step run one after the other, and each begins and ends on one core.
-streams: Streams | None = _streams()
+stream_calls: StreamCalls | None = _find_stream_calls()
 
 
-class CallingClient:
+class InlineClient:
     """A jaxlib client that loads programs with a Python function that they never call, so that the calling thread runs them.
 
     Loading raises TypeError if `deserialize_executable` takes no `host_callbacks` (jaxlib 0.8). XLA's threads then run the programs, and a
@@ -185,26 +185,26 @@ def cache_hits() -> int:
 # ------------------------------------------------------------------ traces
 
 
-_state: Callable[..., object] | None = private("jax.extend.core.get_opaque_trace_state", None) or private(
+_get_trace_state: Callable[..., object] | None = private("jax.extend.core.get_opaque_trace_state", None) or private(
     "jax.core.get_opaque_trace_state", None
 )
 
 
 def trace_state() -> object:
     """Return an object that identifies the function that jax traces now, by `==`; None if jax does not tell."""
-    return None if _state is None else _state(convention=None)
+    return None if _get_trace_state is None else _get_trace_state(convention=None)
 
 
-def ends_before(value: object, state: object) -> bool:
+def is_from_inner_trace(value: object, state: object) -> bool:
     """Return whether a value belongs to a function that jax traces inside the one of `state`. The value is useless once that trace ends.
 
     It is False if jax does not tell. jax then raises an error of its own later.
     """
-    own, traces = getattr(value, "_trace", None), list(_traces(state))
+    own, traces = getattr(value, "_trace", None), list(_enclosing_traces(state))
     return isinstance(value, Tracer) and own is not None and bool(traces) and all(own is not trace for trace in traces)
 
 
-def _traces(state: object) -> Iterator[object]:
+def _enclosing_traces(state: object) -> Iterator[object]:
     """Yield the trace of a state and, as far as jax tells, the traces around it."""
     trace = getattr(state, "_trace_ref", lambda: None)()
     while trace is not None:

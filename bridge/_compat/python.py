@@ -11,7 +11,7 @@ def code_of(function: object) -> CodeType | None:
 
 
 def with_code_of(
-    function: FunctionType, variables: dict[str, object], defaults: tuple[object, ...] | None, cells: tuple[CellType, ...] | None
+    function: FunctionType, variables: dict[str, object], defaults: tuple[object, ...] | None, closure: tuple[CellType, ...] | None
 ) -> FunctionType:
     """Return a function with the same code and name but other globals, defaults and closure cells."""
-    return FunctionType(function.__code__, variables, function.__name__, defaults, cells)
+    return FunctionType(function.__code__, variables, function.__name__, defaults, closure)

@@ -51,85 +51,87 @@ def _no(*_: object) -> bool:
 is_view: Callable[[torch.Tensor], bool] = private("torch.Tensor._is_view", _yes)
 
 _base_of: Callable[[torch.Tensor], torch.Tensor | None] | None = private("torch.Tensor._base.__get__", None)
-_tensor_holders: Callable[[torch.Tensor], int] | None = private("torch.Tensor._use_count", None)
-_use_count: Callable[[int], int] | None = private("torch._C._storage_Use_Count", None)
-_address_of: Callable[[torch.UntypedStorage], int] | None = private("torch.UntypedStorage._cdata.__get__", None)
+_tensor_use_count: Callable[[torch.Tensor], int] | None = private("torch.Tensor._use_count", None)
+_storage_use_count: Callable[[int], int] | None = private("torch._C._storage_Use_Count", None)
+_storage_pointer: Callable[[torch.UntypedStorage], int] | None = private("torch.UntypedStorage._cdata.__get__", None)
 
 
-def _holders_of_base(view: torch.Tensor) -> tuple[int, int] | None:
+def _base_reference_counts(view: torch.Tensor) -> tuple[int, int] | None:
     """Return the number of Python references and of all references to a view's base. safetensors gives views as parameters."""
-    if _base_of is None or _tensor_holders is None:
+    if _base_of is None or _tensor_use_count is None:
         return None
     base = _base_of(view)
-    return None if base is None else (sys.getrefcount(base), _tensor_holders(base))
+    return None if base is None else (sys.getrefcount(base), _tensor_use_count(base))
 
 
-_ONLY_ITS_VIEW = _holders_of_base(torch.zeros(2).view(2))
+_SOLE_VIEW_COUNTS = _base_reference_counts(torch.zeros(2).view(2))
 
 
 def is_only_view(view: torch.Tensor) -> bool:
     """Return whether only this view holds its base. If torch does not tell, the answer is no, and each step copies the parameter."""
-    return _ONLY_ITS_VIEW is not None and _holders_of_base(view) == _ONLY_ITS_VIEW
+    return _SOLE_VIEW_COUNTS is not None and _base_reference_counts(view) == _SOLE_VIEW_COUNTS
 
 
-def storage_holders(tensor: torch.Tensor) -> int:
+def storage_use_count(tensor: torch.Tensor) -> int:
     """Return how many tensors use the storage; 0 if torch does not tell, which never counts as sole use.
 
     Each parameter then keeps its own memory, and each step copies it, which is slow. `report()` and `bridge.doctor()` say so.
     """
-    if _use_count is None or _address_of is None:
+    if _storage_use_count is None or _storage_pointer is None:
         return 0
     storage = tensor.untyped_storage()
-    return _use_count(_address_of(storage)) - 1  # `storage` itself is one user
+    return _storage_use_count(_storage_pointer(storage)) - 1  # `storage` itself is one user
 
 
 # ------------------------------------------------------------------ guards
 
-Guard = Callable[[Sequence[torch.Tensor]], Callable[..., bool] | None]
+GuardMaker = Callable[[Sequence[torch.Tensor]], Callable[..., bool] | None]
 
 
 def no_guard(tensors: Sequence[torch.Tensor]) -> None:
     """Return None: without a guard, each step looks at each leaf."""
 
 
-def _guard() -> Guard:
+def _find_guard() -> GuardMaker:
     """Return the function that makes torch.compile's guard: one C call that checks many tensors.
 
     The guard checks class, dtype, device, sizes, strides and `requires_grad`. In an autocast region it fails for all tensors. It is used
     only if it answers as expected here.
     """
-    guards = private("torch._C._dynamo.guards.TensorGuards", None)
+    tensor_guards = private("torch._C._dynamo.guards.TensorGuards", None)
 
-    def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-        return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if tensors else None
+    def make(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+        return tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if tensors else None
 
     one = torch.zeros(2, 3)
     others = torch.zeros(3, 2), torch.zeros(3, 2).t(), one.double(), torch.zeros(2, 3, requires_grad=True), None
     try:
-        check = guard([one])
+        check = make([one])
         if check is not None and check(torch.ones(2, 3)) is True and not any(map(check, others)):
-            return guard
+            return make
     except (AttributeError, TypeError, SystemError):
         pass
     return no_guard
 
 
 # Without it, Python compares the metadata of the leaves one by one.
-guard: Guard = _guard()
+make_guard: GuardMaker = _find_guard()
 
 
-def _another(_: torch.Tensor) -> object:
+def _new_object(_: torch.Tensor) -> object:
     return object()
 
 
 # How often a tensor was written. Without it every constant of a traced loss counts as written, and each call traces the loss again.
-version: Callable[[torch.Tensor], object] = private("torch.Tensor._version.__get__", _another)
+version: Callable[[torch.Tensor], object] = private("torch.Tensor._version.__get__", _new_object)
 
 
 # ------------------------------------------------------------------ who observes a step
 
 
-def heard() -> tuple[Mapping[int, Callable[..., object]], Mapping[int, Callable[..., object]], Callable[[], bool], Callable[[], bool]]:
+def step_observers() -> tuple[
+    Mapping[int, Callable[..., object]], Mapping[int, Callable[..., object]], Callable[[], bool], Callable[[], bool]
+]:
     """Return who observes steps.
 
     Without these names every step counts as observed, and goes through torch's own wrapper.
@@ -170,10 +172,10 @@ is_legacy_batch: Callable[[torch.Tensor], bool] = private("torch._C._functorch.i
 
 # The class that gives `torch.autograd.Function` its `apply`, also an `apply` kept in a variable. Without it `Function` itself: an `apply`
 # kept in a variable then runs torch's own code, which fails on traced tensors.
-FUNCTION: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
+FUNCTION_BASE: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
 
 
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` without its checks for transformations, for use where none is active; with them if torch has no other."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
@@ -216,14 +218,16 @@ def _named(space: object, prefix: str) -> SimpleNamespace:
 
 
 # Where torch's Python code finds its operators, by the prefix of their names. Without one, the functions of the public module.
-_SPACES = {
+_PUBLIC_NAMESPACES = {
     "_nn": (nn.functional, ""),
     "_linalg": (torch.linalg, "linalg_"),
     "_fft": (torch.fft, "fft_"),
     "_special": (torch.special, "special_"),
 }
-BENEATH: dict[str, Any] = {f"torch._C.{name}": private(f"torch._C.{name}", _named(*public)) for name, public in _SPACES.items()}
-SPECIAL: Any = BENEATH["torch._C._special"]
+PRIVATE_NAMESPACES: dict[str, Any] = {
+    f"torch._C.{name}": private(f"torch._C.{name}", _named(*public)) for name, public in _PUBLIC_NAMESPACES.items()
+}
+SPECIAL: Any = PRIVATE_NAMESPACES["torch._C._special"]
 
 # `stft` below torch's Python code, which pads. Without it torch.stft has no implementation, and the error names the function it calls.
 unpadded_stft: Callable[..., torch.Tensor] | None = private("torch._C._VariableFunctions.stft", None)
@@ -238,10 +242,10 @@ def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
 # A draw from a Dirichlet distribution. Without it the same distribution with other draws.
 sample_dirichlet: Callable[[torch.Tensor], torch.Tensor] = private("torch._sample_dirichlet", _dirichlet)
 
-OVERLOADS: type = type(torch.ops.aten.add)  # the class of `torch.ops.aten.NAME`
+OVERLOAD_PACKET: type = type(torch.ops.aten.add)  # the class of `torch.ops.aten.NAME`
 
 
-def writes(overload: object) -> bool:
+def mutates_arguments(overload: object) -> bool:
     """Return whether an operator overload writes to an argument. If torch does not tell, the answer is yes, and the overload is refused."""
     schema = getattr(overload, "_schema", None)
     return schema is None or any(x.alias_info and x.alias_info.is_write for x in schema.arguments)

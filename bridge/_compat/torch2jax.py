@@ -43,12 +43,12 @@ def torch2jax() -> Any:
     return package
 
 
-def torchish() -> Any:
+def torchish_class() -> Any:
     """Return the class of torch2jax's values."""
     return torch2jax().Torchish
 
 
-def drawing_from(keys: Any) -> AbstractContextManager[Any]:
+def rng_keys_from(keys: Any) -> AbstractContextManager[Any]:
     """Return a context in which `torch2jax.mk_rng()` takes its key from `keys.poop()`."""
     return torch2jax().RngPooperContext(keys)
 
@@ -58,14 +58,14 @@ def is_torchish(x: object) -> bool:
     return isinstance(x, getattr(sys.modules.get("torch2jax"), "Torchish", ()))
 
 
-def registered(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def user_implementation(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the implementation that a user registered for a torch function; None if there is only torch2jax's own, or none."""
     found = torch2jax().HANDLED_FUNCTIONS.get(func)
-    return None if found is own().get(func) else found
+    return None if found is builtin_implementations().get(func) else found
 
 
 @functools.cache
-def own() -> dict[Callable[..., Any], Callable[..., Any]]:
+def builtin_implementations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the entries of the operator table that torch2jax itself made.
 
     Users may have added or replaced entries before. A second copy of the package, which nobody else uses, shows the original table.
@@ -73,12 +73,12 @@ def own() -> dict[Callable[..., Any], Callable[..., Any]]:
     package = torch2jax()
     copy = importlib.util.module_from_spec(package.__spec__)
     package.__spec__.loader.exec_module(copy)
-    return {func: found for func, found in package.HANDLED_FUNCTIONS.items() if _are_same(found, copy.HANDLED_FUNCTIONS.get(func))}
+    return {func: found for func, found in package.HANDLED_FUNCTIONS.items() if _have_same_code(found, copy.HANDLED_FUNCTIONS.get(func))}
 
 
-def _are_same(one: object, other: object) -> bool:
+def _have_same_code(one: object, other: object) -> bool:
     """Return whether two functions have the same code and close over the same objects."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or one == other
-    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
-    return code_of(one) == code_of(other) and all(_are_same(x.cell_contents, y.cell_contents) for x, y in cells)
+    closure_cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
+    return code_of(one) == code_of(other) and all(_have_same_code(x.cell_contents, y.cell_contents) for x, y in closure_cells)

@@ -13,14 +13,28 @@ import jax.numpy as jnp
 import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from bridge._compat.types import PyTreeDef
-from bridge._ir.numerics import finfo, times
-from bridge._ir.rounding import nearest, stochastic_round
+from bridge._ir.numerics import finfo, scale_floating
+from bridge._ir.rounding import round_to_nearest, stochastic_round
 from bridge._ir.types import Array, PyTree
 from bridge._process import x64
 
-from .hyperparams import Scalar
-from .spec import AVERAGE, GRADIENTS, KEY, MASTER, Field, Layout, Problem, Row, buffer_shape, flatten, lift, lower, unflatten
-from .state_layout import layout
+from .hyperparams import TracedHyperparam
+from .spec import (
+    EMA_PARAM,
+    GRADS_PLACEHOLDER,
+    MASTER_PARAM,
+    ROUNDING_KEY,
+    StateField,
+    StateLayout,
+    TransformSpec,
+    UpdateSpec,
+    buffer_shape,
+    flatten,
+    to_compute_dtype,
+    to_storage_dtype,
+    unflatten,
+)
+from .state_layout import state_layout
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -28,37 +42,39 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Arrays(NamedTuple, Generic[T_co]):
+class UpdateArrays(NamedTuple, Generic[T_co]):
     """The arrays that one evaluation reads or returns: parameters, gradients, the state of each leaf, and the shared state."""
 
     params: Sequence[T_co]
     grads: Sequence[T_co]
-    own: Sequence[Sequence[T_co]]
-    shared: Sequence[T_co]
+    leaf_state: Sequence[Sequence[T_co]]
+    shared_state: Sequence[T_co]
 
 
-def begin(problem: Problem, values: Sequence[ArrayLike | Scalar] | Array, params: Sequence[jax.Array]) -> Arrays[jax.Array]:
+def init_state(
+    update_spec: UpdateSpec, values: Sequence[ArrayLike | TracedHyperparam] | Array, params: Sequence[jax.Array]
+) -> UpdateArrays[jax.Array]:
     """Return the initial state of shaped leaves in the dtypes of the layout, without the leaves and without auxiliary state."""
-    row, plan = problem.row, layout(problem)
-    with problem.types():
-        leaves = [lift(p, row) for p in params]
-        state = jax.tree.leaves(row.transformation(values, problem.specs[0].dtype).init(problem.tree(leaves)))
-        own, shared = _taken_out(problem, plan, state, None, [{} for _ in params])
-    return Arrays([], [], own, shared)
+    row, layout = update_spec.transform, state_layout(update_spec)
+    with update_spec.dtype_context():
+        leaves = [to_compute_dtype(p, row) for p in params]
+        state = jax.tree.leaves(row.build(values, update_spec.specs[0].dtype).init(update_spec.to_tree(leaves)))
+        own, shared = _split_state(update_spec, layout, state, None, [{} for _ in params])
+    return UpdateArrays([], [], own, shared)
 
 
 # ------------------------------------------------------------------ the update
 
 
 def evaluate(
-    problem: Problem,
-    arrays: Arrays[jax.Array],
+    update_spec: UpdateSpec,
+    arrays: UpdateArrays[jax.Array],
     values: jax.Array,
     multipliers: Sequence[jax.Array],
     scale: jax.Array | None,
-    factor: jax.Array | None,
+    unit_factor: jax.Array | None,
     extra: Mapping[str, PyTree],
-) -> Arrays[jax.Array]:
+) -> UpdateArrays[jax.Array]:
     """Return the new values of shaped leaves and of their state; `grads` of the result is empty.
 
     Args:
@@ -73,73 +89,78 @@ def evaluate(
     Raises:
       ValueError: an update does not fit its parameter, or the structure of the state changes.
     """
-    row, plan = problem.row, layout(problem)
-    with problem.types():
-        beside = [
-            {field.name: x for field, x in zip(fields, own, strict=True) if field.position is None}
-            for fields, own in zip(plan.own, arrays.own, strict=True)
+    row, layout = update_spec.transform, state_layout(update_spec)
+    with update_spec.dtype_context():
+        aux_state = [
+            {field.name: x for field, x in zip(fields, own, strict=True) if field.state_index is None}
+            for fields, own in zip(layout.leaf_fields, arrays.leaf_state, strict=True)
         ]
-        wide = [_wide(p, kept, row) for p, kept in zip(arrays.params, beside, strict=True)]
-        params = [times(p, factor) for p in wide]
-        grads = [times(times(lift(g, row), factor), scale) for g in arrays.grads]
-        state: list[jax.Array | None] = [None] * plan.structure.num_leaves
-        for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
+        compute_params = [_compute_param(p, kept, row) for p, kept in zip(arrays.params, aux_state, strict=True)]
+        params = [scale_floating(p, unit_factor) for p in compute_params]
+        grads = [scale_floating(scale_floating(to_compute_dtype(g, row), unit_factor), scale) for g in arrays.grads]
+        state: list[jax.Array | None] = [None] * layout.treedef.num_leaves
+        for fields, leaf_state in zip((*layout.leaf_fields, layout.shared_fields), (*arrays.leaf_state, arrays.shared_state), strict=True):
             for field, x in zip(fields, leaf_state, strict=True):
-                if field.position is not None:
-                    if field.key is not None:
-                        state[field.position] = jax.random.wrap_key_data(x, impl=field.key)
+                if field.state_index is not None:
+                    if field.key_impl is not None:
+                        state[field.state_index] = jax.random.wrap_key_data(x, impl=field.key_impl)
                     else:
-                        state[field.position] = times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor)
-        extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
-        transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
+                        state[field.state_index] = scale_floating(
+                            to_compute_dtype(x, row).astype(field.compute_dtype), None if field.shape == () else unit_factor
+                        )
+        extra = {name: update_spec.to_tree(grads) if value is GRADS_PLACEHOLDER else value for name, value in extra.items()}
+        transformation = row.build(update_spec.as_hyperparams(values), update_spec.specs[0].dtype)
         # A user's transformation may be of any class.
         if extra and isinstance(transformation, optax.GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
             transformation = optax.with_extra_args_support(transformation)  # others may take them
         update: Callable[..., tuple[PyTree, PyTree]] = transformation.update
-        updates, new = update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
+        updates, new = update(update_spec.to_tree(grads), layout.treedef.unflatten(state), update_spec.to_tree(params), **extra)
         new_state, structure = cast(tuple[list[jax.Array], PyTreeDef], jax.tree.flatten(new))
-        if structure != plan.structure:
+        if structure != layout.treedef:
             raise ValueError(
-                f"the transformation's update changes the structure of its state from {plan.structure} to {structure}. `update` must "
+                f"the transformation's update changes the structure of its state from {layout.treedef} to {structure}. `update` must "
                 "return a state like that of `init`."
             )
-        moves = _moves(problem, updates, params)
+        moves = _check_updates(update_spec, updates, params)
         # Added to the parameter without `unit_factor`: the compiler then sees that a constant update of 0 changes nothing (optax.freeze).
-        results = [_settled(row, *each, row.decay(values)) for each in zip(arrays.params, wide, moves, multipliers, beside, strict=True)]
-        own, shared = _taken_out(problem, plan, new_state, arrays, [kept for _, kept in results])
-    return Arrays([p for p, _ in results], [], own, shared)
+        results = [
+            _apply_update(row, *each, row.ema_decay(values))
+            for each in zip(arrays.params, compute_params, moves, multipliers, aux_state, strict=True)
+        ]
+        own, shared = _split_state(update_spec, layout, new_state, arrays, [kept for _, kept in results])
+    return UpdateArrays([p for p, _ in results], [], own, shared)
 
 
 def evaluate_buffers(
-    problem: Problem,
-    arrays: Arrays[jax.Array],
+    update_spec: UpdateSpec,
+    arrays: UpdateArrays[jax.Array],
     values: jax.Array,
     multipliers: Sequence[jax.Array],
     scale: jax.Array | None,
-    factor: jax.Array | None,
+    unit_factor: jax.Array | None,
     extra: Mapping[str, PyTree],
-) -> Arrays[jax.Array]:
+) -> UpdateArrays[jax.Array]:
     """Run `evaluate` on flat buffers and return buffers."""
-    plan, specs = layout(problem), problem.specs
-    shaped = Arrays(
+    layout, specs = state_layout(update_spec), update_spec.specs
+    shaped = UpdateArrays(
         [unflatten(p, spec) for p, spec in zip(arrays.params, specs, strict=True)],
         [unflatten(g, spec) for g, spec in zip(arrays.grads, specs, strict=True)],
         [
             [unflatten(b, spec) if f.shape is None else b.reshape(f.shape) for f, b in zip(fields, buffers, strict=True)]
-            for fields, buffers, spec in zip(plan.own, arrays.own, specs, strict=True)
+            for fields, buffers, spec in zip(layout.leaf_fields, arrays.leaf_state, specs, strict=True)
         ],
-        [b.reshape(f.shape) for f, b in zip(plan.shared, arrays.shared, strict=True)],
+        [b.reshape(f.shape) for f, b in zip(layout.shared_fields, arrays.shared_state, strict=True)],
     )
-    new = evaluate(problem, shaped, values, multipliers, scale, factor, extra)
+    new = evaluate(update_spec, shaped, values, multipliers, scale, unit_factor, extra)
     params = [flatten(p, spec) for p, spec in zip(new.params, specs, strict=True)]
-    return buffered(problem, plan, new)._replace(params=params)
+    return to_buffers(update_spec, layout, new)._replace(params=params)
 
 
-def _moves(problem: Problem, updates: PyTree, params: Sequence[jax.Array]) -> list[jax.Array]:
+def _check_updates(problem: UpdateSpec, updates: PyTree, params: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the update of each leaf. Raise ValueError if it is missing or does not have the shape of its parameter."""
     moves: list[PyTree]
     try:
-        moves = problem.leaves(updates)
+        moves = problem.from_tree(updates)
     except (KeyError, TypeError, IndexError):
         moves = [None]
     for spec, p, move in zip(problem.specs, params, moves, strict=False):
@@ -152,21 +173,21 @@ def _moves(problem: Problem, updates: PyTree, params: Sequence[jax.Array]) -> li
     return moves
 
 
-def _wide(p: jax.Array, beside: Mapping[str, jax.Array], row: Row) -> jax.Array:
+def _compute_param(p: jax.Array, aux_state: Mapping[str, jax.Array], row: TransformSpec) -> jax.Array:
     """Return the parameter in its compute dtype: its master weights, or its own value where it was written to since the last step."""
-    if MASTER not in beside:
-        return lift(p, row)
-    own = lift(p, row)
-    return jnp.where(nearest(beside[MASTER], p.dtype) == own, beside[MASTER], own)
+    if MASTER_PARAM not in aux_state:
+        return to_compute_dtype(p, row)
+    own = to_compute_dtype(p, row)
+    return jnp.where(round_to_nearest(aux_state[MASTER_PARAM], p.dtype) == own, aux_state[MASTER_PARAM], own)
 
 
-def _settled(
-    row: Row,
+def _apply_update(
+    row: TransformSpec,
     old: jax.Array,
     p: jax.Array,
     update: jax.Array,
     multiplier: jax.Array,
-    beside: Mapping[str, jax.Array],
+    aux_state: Mapping[str, jax.Array],
     decay: jax.Array | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the new parameter and its auxiliary state.
@@ -175,54 +196,65 @@ def _settled(
     """
     kept: dict[str, jax.Array] = {}
     factor = None
-    if row.scaled:
+    if row.is_optax:
         update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
         factor = multiplier.astype(finfo(update.dtype).dtype)
         # With this select the compiler sees that a constant 0 (optax.set_to_zero) changes nothing, and it does not write the leaf.
         update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
     moved = p + update
-    if factor is not None and MASTER in beside:
+    if factor is not None and MASTER_PARAM in aux_state:
         moved = jnp.where(factor == 0, p, moved)  # the value that is stored, so that the parameter can be rounded from it
-    if KEY in beside:
-        new, kept[KEY] = stochastic_round(moved, old.dtype, beside[KEY]), beside[KEY] + jnp.asarray([0, 1], jnp.int32)
+    if ROUNDING_KEY in aux_state:
+        new, kept[ROUNDING_KEY] = (
+            stochastic_round(moved, old.dtype, aux_state[ROUNDING_KEY]),
+            aux_state[ROUNDING_KEY] + jnp.asarray([0, 1], jnp.int32),
+        )
     else:
-        new = lower(moved, old.dtype, row)
+        new = to_storage_dtype(moved, old.dtype, row)
     if factor is not None:
         new = jnp.where(factor == 0, old, new)
-    if MASTER in beside:
-        kept[MASTER] = moved
-    if AVERAGE in beside:
+    if MASTER_PARAM in aux_state:
+        kept[MASTER_PARAM] = moved
+    if EMA_PARAM in aux_state:
         assert decay is not None  # a transformation with an average has a decay
-        average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
+        average, trained = to_compute_dtype(aux_state[EMA_PARAM], row), moved if MASTER_PARAM in aux_state else to_compute_dtype(new, row)
         with x64():
             share = (1 - decay).astype(finfo(average.dtype).dtype)
-        kept[AVERAGE] = lower(average + share * (trained - average), beside[AVERAGE].dtype, row)
+        kept[EMA_PARAM] = to_storage_dtype(average + share * (trained - average), aux_state[EMA_PARAM].dtype, row)
     return new, kept
 
 
-def _taken_out(
-    problem: Problem, plan: Layout, state: Sequence[jax.Array], like: Arrays[jax.Array] | None, beside: Sequence[Mapping[str, jax.Array]]
+def _split_state(
+    problem: UpdateSpec,
+    layout: StateLayout,
+    state: Sequence[jax.Array],
+    like: UpdateArrays[jax.Array] | None,
+    aux_state: Sequence[Mapping[str, jax.Array]],
 ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
     """Return the state arrays of each leaf and the shared ones, in the dtypes of `like` or else of the layout, with auxiliary state."""
 
-    def stored(field: Field, position: int, old: object) -> jax.Array:
+    def stored(field: StateField, position: int, old: object) -> jax.Array:
         x = state[position]
-        return jax.random.key_data(x) if field.key is not None else lower(jnp.asarray(x), getattr(old, "dtype", field.dtype), problem.row)
+        return (
+            jax.random.key_data(x)
+            if field.key_impl is not None
+            else to_storage_dtype(jnp.asarray(x), getattr(old, "dtype", field.dtype), problem.transform)
+        )
 
-    columns = (*plan.own, plan.shared)
-    before = columns if like is None else (*like.own, like.shared)
+    columns = (*layout.leaf_fields, layout.shared_fields)
+    before = columns if like is None else (*like.leaf_state, like.shared_state)
     *own, shared = [
-        [stored(f, f.position, old) for f, old in zip(fields, olds, strict=True) if f.position is not None]
-        + [extra[f.name] for f in fields if f.position is None and f.name in extra]
-        for fields, olds, extra in zip(columns, before, (*beside, {}), strict=True)
+        [stored(f, f.state_index, old) for f, old in zip(fields, olds, strict=True) if f.state_index is not None]
+        + [extra[f.name] for f in fields if f.state_index is None and f.name in extra]
+        for fields, olds, extra in zip(columns, before, (*aux_state, {}), strict=True)
     ]
     return own, shared
 
 
-def buffered(problem: Problem, plan: Layout, state: Arrays[jax.Array]) -> Arrays[jax.Array]:
+def to_buffers(update_spec: UpdateSpec, layout: StateLayout, state: UpdateArrays[jax.Array]) -> UpdateArrays[jax.Array]:
     """Return the state of shaped leaves as flat buffers."""
     own = [
         [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=False)]
-        for fields, leaf, spec in zip(plan.own, state.own, problem.specs, strict=True)
+        for fields, leaf, spec in zip(layout.leaf_fields, state.leaf_state, update_spec.specs, strict=True)
     ]
-    return Arrays([], [], own, [x.reshape(buffer_shape(f)) for f, x in zip(plan.shared, state.shared, strict=True)])
+    return UpdateArrays([], [], own, [x.reshape(buffer_shape(f)) for f, x in zip(layout.shared_fields, state.shared_state, strict=True)])

@@ -11,21 +11,21 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from bridge._ir.numerics import real, times
+from bridge._ir.numerics import real_view, scale_floating
 from bridge._ir.types import Array
 
 # Platforms on which a program branches with `cond`. On a GPU the host would wait for the predicate in `step()`
 # (openxla/xla, backends/gpu/runtime/conditional_thunk.cc), so programs for a GPU compute both sums.
-CHOOSING = {"cpu"}
+COND_PLATFORMS = {"cpu"}
 
 
-def found_in(
+def grad_stats(
     clip: bool,
     grads: Sequence[jax.Array],
     masks: Sequence[jax.Array | None],
-    lives: Sequence[jax.Array | None],
-    scaling: Sequence[jax.Array],
-    before: Array,
+    row_flags: Sequence[jax.Array | None],
+    loss_scaling: Sequence[jax.Array],
+    previous_stats: Array,
     platform: str,
 ) -> Array:
     """Return the statistics of these gradients, added to previous ones.
@@ -34,20 +34,20 @@ def found_in(
     pass over the gradients serves both, because a finite sum has only finite terms. A sum that is not finite may only have overflowed.
     A second pass, which is slower, then checks each element.
     """
-    seen: list[jax.Array] = []
-    for g, mask, live in zip(grads, masks, lives, strict=True):
-        trained = mask if live is None else along(live, g)
-        seen.append(real(g if trained is None else jnp.where(trained, g, jnp.zeros_like(g))))
+    trained_grads: list[jax.Array] = []
+    for g, mask, live in zip(grads, masks, row_flags, strict=True):
+        trained = mask if live is None else broadcast_rows(live, g)
+        trained_grads.append(real_view(g if trained is None else jnp.where(trained, g, jnp.zeros_like(g))))
 
     def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return the sum over all gradients; each one is summed in its own dtype."""
-        return sum((jnp.sum(term(g)).astype(jnp.float64) for g in seen), jnp.zeros((), jnp.float64))
+        return sum((jnp.sum(term(g)).astype(jnp.float64) for g in trained_grads), jnp.zeros((), jnp.float64))
 
-    return before + found_by(sum_of, clip, scaling, platform)
+    return previous_stats + stats_by(sum_of, clip, loss_scaling, platform)
 
 
-def found_by(
-    sum_of: Callable[[Callable[[jax.Array], jax.Array]], jax.Array], clip: bool, scaling: Sequence[jax.Array], platform: str
+def stats_by(
+    sum_of: Callable[[Callable[[jax.Array], jax.Array]], jax.Array], clip: bool, loss_scaling: Sequence[jax.Array], platform: str
 ) -> jax.Array:
     """Return the statistics of gradients that only `sum_of` reads.
 
@@ -58,50 +58,50 @@ def found_by(
       platform: the platform of the program.
     """
     nothing = jnp.zeros((), jnp.float64)
-    if not scaling:
+    if not loss_scaling:
         return jnp.stack([sum_of(jnp.square), nothing])
-    unscaling = _unscaling(scaling)
+    unscaling = _inverse_loss_scale(loss_scaling)
 
     def one_by_one() -> jax.Array:
         # g * 0 is 0 where g is finite, and otherwise NaN. XLA would materialize the predicates of `isfinite`.
-        squares = sum_of(lambda g: jnp.square(times(g, unscaling))) if clip else nothing
+        squares = sum_of(lambda g: jnp.square(scale_floating(g, unscaling))) if clip else nothing
         return jnp.stack([squares, sum_of(lambda g: g * jnp.zeros((), g.dtype))])
 
-    if platform not in CHOOSING:
+    if platform not in COND_PLATFORMS:
         return one_by_one()
     total = sum_of(jnp.square if clip else lambda g: g)
 
-    def at_once() -> jax.Array:
+    def from_total() -> jax.Array:
         return jnp.stack([total * unscaling**2 if clip else nothing, nothing])
 
-    return cast(jax.Array, jax.lax.cond(jnp.isfinite(total), at_once, one_by_one))
+    return cast(jax.Array, jax.lax.cond(jnp.isfinite(total), from_total, one_by_one))
 
 
-def _unscaling(scaling: Sequence[jax.Array]) -> jax.Array:
+def _inverse_loss_scale(loss_scaling: Sequence[jax.Array]) -> jax.Array:
     """Return the factor that undoes the loss scale."""
-    return 1 / scaling[0][0].astype(jnp.float64)
+    return 1 / loss_scaling[0][0].astype(jnp.float64)
 
 
-def consequences(
-    clip: bool, bound: jax.Array, scaling: Sequence[jax.Array], measure: Array
+def clip_and_skip(
+    clip: bool, max_norm: jax.Array, loss_scaling: Sequence[jax.Array], stats: Array
 ) -> tuple[jax.Array | None, jax.Array | None, list[jax.Array]]:
     """Return the factor of the gradients, whether to skip the update, and the new count of skipped updates.
 
     The factor brings the global norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does. It is one scalar, so no clipped
     gradient is materialized. A norm of NaN or infinity has the same effect as in torch.
     """
-    scale, skip = _unscaling(scaling) if scaling else None, None
+    scale, skip = _inverse_loss_scale(loss_scaling) if loss_scaling else None, None
     skipped: list[jax.Array] = []
     if clip:
-        factor = jnp.minimum(bound / (jnp.sqrt(measure[0]) + 1e-6), 1.0)
+        factor = jnp.minimum(max_norm / (jnp.sqrt(stats[0]) + 1e-6), 1.0)
         scale = factor if scale is None else factor * scale
-    if scaling:
-        _, found, count = scaling
-        skip = (found[0] > 0) | ~jnp.isfinite(measure[1])
+    if loss_scaling:
+        _, found, count = loss_scaling
+        skip = (found[0] > 0) | ~jnp.isfinite(stats[1])
         skipped = [count + skip.astype(count.dtype)]
     return scale, skip, skipped
 
 
-def along(live: jax.Array, x: Array) -> jax.Array:
+def broadcast_rows(row_flags: jax.Array, x: Array) -> jax.Array:
     """Return one flag for each row in a shape that broadcasts over the rows of `x`."""
-    return live.reshape(live.shape + (1,) * (x.ndim - 1))
+    return row_flags.reshape(row_flags.shape + (1,) * (x.ndim - 1))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
 
 
-class Scalar:
+class TracedHyperparam:
     """A traced float64 scalar that promotes as a Python float does; arithmetic with arrays converts it to `dtype`."""
 
     __slots__ = ("_dtype", "_value")
@@ -46,8 +46,8 @@ class Scalar:
     def __int__(self) -> int:
         return int(self._value)
 
-    def __neg__(self) -> Scalar:
-        return Scalar(-self._value, self._dtype)
+    def __neg__(self) -> TracedHyperparam:
+        return TracedHyperparam(-self._value, self._dtype)
 
     def __repr__(self) -> str:
         return f"Scalar({self._value})"
@@ -55,24 +55,26 @@ class Scalar:
 
 def _binary(
     function: Callable[[ArrayLike, ArrayLike], jax.Array], swapped: bool = False
-) -> Callable[[Scalar, ArrayLike | Scalar], jax.Array | Scalar]:
-    def method(self: Scalar, other: ArrayLike | Scalar) -> jax.Array | Scalar:
-        if not isinstance(other, int | float | Scalar):
+) -> Callable[[TracedHyperparam, ArrayLike | TracedHyperparam], jax.Array | TracedHyperparam]:
+    def method(self: TracedHyperparam, other: ArrayLike | TracedHyperparam) -> jax.Array | TracedHyperparam:
+        if not isinstance(other, int | float | TracedHyperparam):
             mine = self.__jax_array__()
             return function(other, mine) if swapped else function(mine, other)
         with x64():
-            theirs = other._value if isinstance(other, Scalar) else np.float64(other)
+            theirs = other._value if isinstance(other, TracedHyperparam) else np.float64(other)
             result = function(theirs, self._value) if swapped else function(self._value, theirs)
-            return result if result.dtype == bool else Scalar(result, self._dtype)
+            return result if result.dtype == bool else TracedHyperparam(result, self._dtype)
 
     return method
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
-    setattr(Scalar, f"__{_name}__", _binary(getattr(operator, _name)))
-    setattr(Scalar, f"__r{_name}__", _binary(getattr(operator, _name), swapped=True))
+    setattr(TracedHyperparam, f"__{_name}__", _binary(getattr(operator, _name)))
+    setattr(TracedHyperparam, f"__r{_name}__", _binary(getattr(operator, _name), swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Scalar, f"__{_name}__", _binary(getattr(operator, _name)))
+    setattr(TracedHyperparam, f"__{_name}__", _binary(getattr(operator, _name)))
 
 # A pytree, because optax passes hyperparams to jitted functions.
-jax.tree_util.register_pytree_node(Scalar, lambda s: ((s._value,), s._dtype), lambda dtype, children: Scalar(children[0], dtype))
+jax.tree_util.register_pytree_node(
+    TracedHyperparam, lambda s: ((s._value,), s._dtype), lambda dtype, children: TracedHyperparam(children[0], dtype)
+)

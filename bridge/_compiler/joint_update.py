@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._ir.classify import spreads
-from bridge._ir.jaxpr import literal, slice_of, slices
+from bridge._ir.classify import is_broadcast
+from bridge._ir.jaxpr import backward_slice, literal_value, make_slicer
 from bridge._ir.types import Array, ClosedJaxpr, Jaxpr, Literal, PyTree, Var, aval_of
 
-from .apply_transform import Arrays, evaluate_buffers
-from .chunking import enough
+from .apply_transform import UpdateArrays, evaluate_buffers
+from .chunking import min_equal_leaves
 from .leaf_update import Common, kept_in, selected_state, unless
 from .passes.batch_rows import Slot, Value, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts, packed
-from .passes.flatten import Flat
+from .passes.flatten import FlatProgram
 from .passes.hoist import Rest, known, run
-from .passes.kernel_class import Alike
+from .passes.kernel_class import KernelClass
 from .passes.per_kind import for_each
-from .separability import flat_of
-from .spec import Extra, Problem
-from .state_layout import layout
+from .separability import flat_program
+from .spec import ExtraArgsSpec, UpdateSpec
+from .state_layout import state_layout
 
 
 class Way(NamedTuple):
@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
     fused: bool
     pieces: bool
-    ready: Flat | None = None
+    ready: FlatProgram | None = None
 
 
 class Old(NamedTuple):
@@ -76,13 +76,13 @@ class _Leaf(NamedTuple):
 
 
 def updated(
-    function: Callable[[PyTree], Arrays[jax.Array]],
+    function: Callable[[PyTree], UpdateArrays[jax.Array]],
     inputs: PyTree,
     old: Sequence[Old],
     ones: jax.Array,
     skip: jax.Array | None,
     way: Way,
-) -> Arrays[Value]:
+) -> UpdateArrays[Value]:
     """The function's arrays, flat: where a mask is False, or all is skipped, the old ones; its shared state as it comes.
 
     Args:
@@ -94,7 +94,7 @@ def updated(
       way: how to write it.
     """
     given = jax.tree.leaves(inputs)
-    found = way.ready if way.ready is not None and way.ready.takes(given) else Flat.of(function, inputs)
+    found = way.ready if way.ready is not None and way.ready.accepts(given) else FlatProgram.trace(function, inputs)
     if found is None:  # a callback is called once
         return settled(function(jax.tree.map(cut, inputs)), old, skip)
     flat, structure = found
@@ -112,18 +112,18 @@ def updated(
     values |= evaluated_once(flat, before, values)
     results: list[Value | None] = [None] * structure.num_leaves
     for at, v in once.items():
-        results[at] = jnp.asarray(literal(v)) if isinstance(v, Literal) else values[v]
+        results[at] = jnp.asarray(literal_value(v)) if isinstance(v, Literal) else values[v]
     results = jax.tree.leaves(settled(structure.unflatten(results), old, skip), is_leaf=lambda x: x is None)
     for at, x in _rests(flat, leaves, values, (ones, skip), way.pieces):
         results[at] = x
     return structure.unflatten(results)
 
 
-def _leaves(jaxpr: Jaxpr, needed: Sequence[Var], places: Arrays[int], old: Sequence[Old], fused: bool) -> list[_Leaf]:
+def _leaves(jaxpr: Jaxpr, needed: Sequence[Var], places: UpdateArrays[int], old: Sequence[Old], fused: bool) -> list[_Leaf]:
     """The leaves of which something is left to evaluate."""
-    behind, is_known = slices(jaxpr.eqns), set(needed)
+    behind, is_known = make_slicer(jaxpr.eqns), set(needed)
     found: list[_Leaf] = []
-    for leaf, p, own in zip(old, places.params, places.own, strict=True):
+    for leaf, p, own in zip(old, places.params, places.leaf_state, strict=True):
         shaped = {p: leaf.param} | {at: x for at, x, like in zip(own, leaf.state, leaf.shaped, strict=True) if like}
         (size,) = leaf.param.shape
         rest = Rest.of(behind, is_known, [(at, jaxpr.outvars[at]) for at in shaped], size)
@@ -153,8 +153,10 @@ def _rests(
         pack = leaf.pack(values)
         side_by_side = pack is not None and seen[home(leaf)] == {pack}
         kinds.setdefault((side_by_side, pack if side_by_side else (leaf.key, leaf.param.shape, leaf.mask is None)), []).append(leaf)
-    least = enough(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
-    alike: list[Alike] = []
+    least = (
+        min_equal_leaves(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
+    )
+    alike: list[KernelClass] = []
     for (side_by_side, _), members in kinds.items():
         parts = not side_by_side and len(members) >= least
         alike.append(_alike(flat, members, values, side_by_side, parts))
@@ -169,20 +171,20 @@ def _rests(
             yield from zip(leaf.rest.places, arrays, strict=True)
 
 
-def _alike(flat: ClosedJaxpr, members: Sequence[_Leaf], values: Mapping[Var, Value], side_by_side: bool, parts: bool) -> Alike:
+def _alike(flat: ClosedJaxpr, members: Sequence[_Leaf], values: Mapping[Var, Value], side_by_side: bool, parts: bool) -> KernelClass:
     """Leaves of one function; `side_by_side`: as the rows of one pack; `parts`: each is a part of the program."""
     first, arrays = members[0], [leaf.arrays(values) for leaf in members]
     family = "joint", first.key, first.mask is None
     if not side_by_side and not parts:
         numbers = [[cut(values[v]) for v in leaf.rest.numbers] for leaf in members]
-        return Alike(first.function, jax.tree.map(cut, arrays), numbers, family=family)
+        return KernelClass(first.function, jax.tree.map(cut, arrays), numbers, size_class=family)
     if parts:
         columns, at = _columns(flat, members, values)
-        return Alike(first.function, jax.tree.map(cut, arrays), [columns], family=family, at=at)
+        return KernelClass(first.function, jax.tree.map(cut, arrays), [columns], size_class=family, table_rows=at)
     multipliers = [cast(Slot, leaf.multiplier) for leaf in members]
     rows, count = [multiplier.index for multiplier in multipliers], len(multipliers[0].buffer)
     columns = columns_of(flat, rows, [leaf.rest.numbers for leaf in members], values, count)
-    return Alike(first.function, [jax.tree.map(lambda x: x.buffer, arrays[0])], [columns], count, family)
+    return KernelClass(first.function, [jax.tree.map(lambda x: x.buffer, arrays[0])], [columns], count, family)
 
 
 def _columns(flat: ClosedJaxpr, members: Sequence[_Leaf], values: Mapping[Var, Value]) -> tuple[list[Array], list[int]]:
@@ -206,7 +208,7 @@ def _columns(flat: ClosedJaxpr, members: Sequence[_Leaf], values: Mapping[Var, V
     return columns, [starts[id(multiplier.buffer)] + multiplier.index for multiplier in multipliers]
 
 
-def settled(new: Arrays[Value], old: Sequence[Old], skip: jax.Array | None) -> Arrays[Value]:
+def settled(new: UpdateArrays[Value], old: Sequence[Old], skip: jax.Array | None) -> UpdateArrays[Value]:
     """The new parameters and state where they are to be taken, those that are there."""
 
     def one(mask: jax.Array | None, after: Value, before: Value) -> Value:
@@ -218,9 +220,9 @@ def settled(new: Arrays[Value], old: Sequence[Old], skip: jax.Array | None) -> A
     params = [one(leaf.mask, p, leaf.param) for leaf, p in zip(old, new.params, strict=True)]
     own = [
         [one(leaf.mask if like else None, *each) for like, *each in zip(leaf.shaped, state, leaf.state, strict=True)]
-        for leaf, state in zip(old, new.own, strict=True)
+        for leaf, state in zip(old, new.leaf_state, strict=True)
     ]
-    return new._replace(params=params, own=own)
+    return new._replace(params=params, leaf_state=own)
 
 
 # ------------------------------------------------------------------ the rest of a leaf
@@ -230,7 +232,12 @@ def _groups(rest: Rest) -> list[list[int]]:
     """Which results are evaluated together: those that share nothing which is computed from arrays, the parameter last."""
     groups: list[tuple[set[Var], list[int]]] = []
     for i in (*range(1, len(rest.results)), 0):
-        own = {v for eqn in slice_of(rest.eqns, [rest.results[i]]) if not spreads(eqn, aval_of(eqn.outvars[0]).size) for v in eqn.outvars}
+        own = {
+            v
+            for eqn in backward_slice(rest.eqns, [rest.results[i]])
+            if not is_broadcast(eqn, aval_of(eqn.outvars[0]).size)
+            for v in eqn.outvars
+        }
         free = next((group for group in groups if own.isdisjoint(group[0])), None)
         if free is None and len(groups) < _EVALUATIONS:
             groups.append(free := (set(), []))
@@ -246,7 +253,7 @@ _EVALUATIONS = 4  # the first as it is, each other times a traced 1.0 of its own
 
 def _evaluated(rest: Rest, groups: Sequence[list[int]]) -> Callable[..., list[jax.Array]]:
     """The function of a leaf: see `_Leaf`."""
-    parts = [(group, slice_of(rest.eqns, [rest.results[i] for i in group])) for group in groups]
+    parts = [(group, backward_slice(rest.eqns, [rest.results[i] for i in group])) for group in groups]
 
     def leaf(
         given: tuple[list[jax.Array], list[jax.Array], jax.Array | None],
@@ -283,7 +290,13 @@ class Columns(NamedTuple):
 
 
 def unit_update(
-    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[jax.Array], common: Common, extra: Extra, way: Way | None
+    problem: UpdateSpec,
+    places: Sequence[Place],
+    given: Columns,
+    shared: Sequence[jax.Array],
+    common: Common,
+    extra: ExtraArgsSpec,
+    way: Way | None,
 ) -> tuple[list[Array], Mapping[int, tuple[Array, list[Array]]]]:
     """The new shared state, and by position new parameters and state.
 
@@ -305,7 +318,7 @@ def unit_update(
     last = {id(x.buffer): x.buffer[:, -1] for x in values if isinstance(x, Slot)}
     multipliers = [Slot(last[id(x.buffer)], x.index) if isinstance(x, Slot) else x[-1] for x in values]
     leaves: list[Old] = []
-    for (i, row), kinds, multiplier in zip(places, layout(problem).own, multipliers, strict=True):
+    for (i, row), kinds, multiplier in zip(places, state_layout(problem).leaf_fields, multipliers, strict=True):
         state, shaped = [of(x, row) for x in given.own[i]], [field.shape is None for field in kinds]
         leaves.append(Old(of(given.params[i], row), state, shaped, given.masks[i], multiplier))
     params = [kept_in(leaf.mask, leaf.param, problem) for leaf in leaves]
@@ -313,19 +326,19 @@ def unit_update(
     state = [leaf.state for leaf in leaves]
     if any(leaf.mask is not None for leaf in leaves):
         state = selected_state(problem, [leaf.mask for leaf in leaves], list(map(cut, params)), state, cut(values[0]))
-    inputs = Arrays(params, grads, state, shared), cut(values[0]), multipliers, scale, further
+    inputs = UpdateArrays(params, grads, state, shared), cut(values[0]), multipliers, scale, further
 
-    def evaluated(inputs: PyTree) -> Arrays[jax.Array]:
+    def evaluated(inputs: PyTree) -> UpdateArrays[jax.Array]:
         arrays, values, multipliers, scale, further = inputs
-        return evaluate_buffers(problem, arrays, values, multipliers, scale, None, extra.restored(further))
+        return evaluate_buffers(problem, arrays, values, multipliers, scale, None, extra.unflatten(further))
 
-    if way is None or any(spec.order is not None for spec in problem.specs):
+    if way is None or any(spec.dim_order is not None for spec in problem.specs):
         new = settled(evaluated(jax.tree.map(cut, inputs)), leaves, skip)
     else:
-        ready = flat_of(problem, extra) if scale is None else None
+        ready = flat_program(problem, extra) if scale is None else None
         new = updated(evaluated, inputs, leaves, ones, skip, way._replace(ready=ready))
     found: dict[int, list[tuple[int | None, list[Value]]]] = {}
-    for (position, row), p, state in zip(places, new.params, new.own, strict=True):
+    for (position, row), p, state in zip(places, new.params, new.leaf_state, strict=True):
         found.setdefault(position, []).append((row, [p, *state]))
     results = {}
     for position, rows in found.items():
@@ -335,4 +348,4 @@ def unit_update(
             old = given.params[position], *given.own[position]
             arrays_of_one = [packed([row or 0 for row, _ in rows], *each) for each in zip(columns, old, strict=True)]
         results[position] = arrays_of_one[0], arrays_of_one[1:]
-    return list(map(cut, new.shared)), results
+    return list(map(cut, new.shared_state)), results

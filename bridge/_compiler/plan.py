@@ -12,34 +12,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge._compat.types import Device
-from bridge._memory.address_space import SUPPORTED, Scattered
+from bridge._memory.address_space import CAN_READ_BY_ADDRESS, AddressedRows
 from bridge._names import Path
 
-from .passes.gather_rows import signature as at_once
-from .spec import NO_EXTRA, Extra, Problem, Row, Same, Signature, Spec
+from .passes.gather_rows import gather_signatures as at_once
+from .spec import NO_EXTRA_ARGS, ById, ExtraArgsSpec, LeafSpec, Signature, TransformSpec, UpdateSpec
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 # The elements of one chunk of a gradient, and the chunks that one loop iteration of the streaming statistics reads. Several chunks
 # at once keep more reads of memory in flight than one.
-PART, _PLACES = 1 << 13, 8
-_LEAST = 1 << 20  # elements in total and for each core; with fewer, the calls cost more than they save
-_DTYPES = {"float32", "float64"}
+READ_CHUNK, CONCURRENT_CHUNKS = 1 << 13, 8
+MIN_STREAMED_ELEMENTS = 1 << 20  # elements in total and for each core; with fewer, the calls cost more than they save
+_STREAMED_DTYPES = {"float32", "float64"}
 
 
-def takes(dtype: str, size: int) -> bool:
+def can_stream(dtype: str, size: int) -> bool:
     """Return whether the streaming statistics can read a gradient of this dtype and size."""
-    return dtype in _DTYPES and size >= PART
+    return dtype in _STREAMED_DTYPES and size >= READ_CHUNK
 
 
-def is_worth(elements: int) -> bool:
+def is_worth_streaming(elements: int) -> bool:
     """Return whether the streaming statistics are worth their calls for gradients with this many elements in total."""
-    return SUPPORTED and elements >= _LEAST
+    return CAN_READ_BY_ADDRESS and elements >= MIN_STREAMED_ELEMENTS
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafPlan:
     """The static description of one leaf of a program: a parameter, or a bucket of parameters with equal signatures.
 
     A bucket has one buffer each for parameters, gradients and every state field. Each row belongs to one parameter.
@@ -58,41 +58,41 @@ class Leaf:
     grad_dtype_override: the dtype of the gradient, if it differs from the leaf's.
     """
 
-    row: Row
-    spec: Spec
+    transform: TransformSpec
+    spec: LeafSpec
     state: tuple[Signature, ...]
     inplace: bool
-    elements: bool
-    count: int | None = None
-    singly: bool = False
-    members: tuple[tuple[int, Spec], ...] = ()
-    length: int | None = None
-    at_once: bool = False
-    other_gradient: str | None = None
+    has_element_mask: bool
+    rows: int | None = None
+    grads_as_arguments: bool = False
+    bucket_members: tuple[tuple[int, LeafSpec], ...] = ()
+    valid_length: int | None = None
+    addresses_grads: bool = False
+    grad_dtype_override: str | None = None
 
     @property
-    def gradient_dtype(self) -> str:
+    def grad_dtype(self) -> str:
         """The dtype of the gradient."""
-        return self.other_gradient or self.spec.dtype
+        return self.grad_dtype_override or self.spec.dtype
 
     @property
     def size(self) -> int:
         """The number of elements of one parameter, without padding."""
-        return self.length or math.prod(self.spec.shape)
+        return self.valid_length or math.prod(self.spec.shape)
 
     @property
     def buffer(self) -> Signature:
         size = math.prod(self.spec.shape)
-        return (size,) if self.count is None else (self.count, size), self.spec.dtype
+        return (size,) if self.rows is None else (self.rows, size), self.spec.dtype
 
     @property
-    def together(self) -> tuple[bool, ...]:
+    def scalars_in_vector(self) -> tuple[bool, ...]:
         """For each state array, whether it is stored in a vector with those of other leaves: the scalars of a single parameter are."""
-        return tuple(shape == () and self.count is None for shape, _ in self.state)
+        return tuple(shape == () and self.rows is None for shape, _ in self.state)
 
 
 @dataclass(frozen=True)
-class Plan:
+class UpdatePlan:
     """The static description of one update, and the cache key of its executable.
 
     clip: whether the global norm of the gradients is clipped.
@@ -105,78 +105,80 @@ class Plan:
     has_streaming_stats: whether `bridge._runtime.streaming_stats` reads the large gradients.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafPlan, ...]
     clip: bool
     device: Device
-    width: int
-    skeleton: tuple[Path, ...] = ()
-    shared: tuple[tuple[Signature, ...], ...] = ()
-    extra: Extra = NO_EXTRA
-    scaled: bool = False
-    checked: bool = False
-    measured: bool = False
-    ahead: bool = False
+    vector_length: int
+    all_paths: tuple[Path, ...] = ()
+    shared_signatures: tuple[tuple[Signature, ...], ...] = ()
+    extra: ExtraArgsSpec = NO_EXTRA_ARGS
+    has_loss_scale: bool = False
+    finite_check_done: bool = False
+    stats_precomputed: bool = False
+    has_streaming_stats: bool = False
 
     @property
-    def decisive(self) -> bool:
+    def needs_global_stats(self) -> bool:
         """Whether the update needs a statistic of all gradients before it changes the first element."""
-        return self.clip or (self.scaled and not self.checked)
+        return self.clip or (self.has_loss_scale and not self.finite_check_done)
 
-    def far(self, leaf: Leaf) -> bool:
+    def is_streamed(self, leaf: LeafPlan) -> bool:
         """Return whether the streaming statistics read the gradient of a leaf, before the program runs."""
-        lies = leaf.count is None or leaf.length is not None or leaf.at_once
-        return self.ahead and lies and not leaf.elements and takes(leaf.gradient_dtype, leaf.size)
+        lies = leaf.rows is None or leaf.valid_length is not None or leaf.addresses_grads
+        return self.has_streaming_stats and lies and not leaf.has_element_mask and can_stream(leaf.grad_dtype, leaf.size)
 
     @property
-    def far_dtypes(self) -> list[str]:
+    def streamed_dtypes(self) -> list[str]:
         """The dtypes of the gradients that the streaming statistics read, each once."""
-        return list(dict.fromkeys(leaf.gradient_dtype for leaf in self.leaves if self.far(leaf)))
+        return list(dict.fromkeys(leaf.grad_dtype for leaf in self.leaves if self.is_streamed(leaf)))
 
-    def problem(self, leaf: Leaf) -> Problem:
+    def update_spec(self, leaf: LeafPlan) -> UpdateSpec:
         """Return the `UpdateSpec` of a leaf that is updated on its own."""
-        return Problem(leaf.row, (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
+        return UpdateSpec(leaf.transform, (leaf.spec,), () if leaf.spec.path is None else self.all_paths)
 
     @property
-    def units(self) -> list[tuple[Problem, list[tuple[int, int | None]]]]:
+    def joint_sets(self) -> list[tuple[UpdateSpec, list[tuple[int, int | None]]]]:
         """The `UpdateSpec` of each joint set, with the position and the bucket row of each of its leaves.
 
         The leaves are in the order of `all_paths`, as in the trace of the separability analysis.
         """
-        seen: dict[int, list[tuple[int, int | None, Spec]]] = {}
+        seen: dict[int, list[tuple[int, int | None, LeafSpec]]] = {}
         for position, leaf in enumerate(self.leaves):
-            if leaf.row.unit is not None:
-                seen.setdefault(leaf.row.unit, []).extend((position, row, spec) for row, spec in leaf.members or ((None, leaf.spec),))
-        nth = {path: i for i, path in enumerate(self.skeleton)}
-        units: list[tuple[Problem, list[tuple[int, int | None]]]] = []
+            if leaf.transform.joint_set is not None:
+                seen.setdefault(leaf.transform.joint_set, []).extend(
+                    (position, row, spec) for row, spec in leaf.bucket_members or ((None, leaf.spec),)
+                )
+        nth = {path: i for i, path in enumerate(self.all_paths)}
+        units: list[tuple[UpdateSpec, list[tuple[int, int | None]]]] = []
         for _, own in sorted(seen.items()):
             own.sort(key=lambda place: nth[place[2].path or ()])
-            problem = Problem(self.leaves[own[0][0]].row, tuple(spec for *_, spec in own), self.skeleton)
+            problem = UpdateSpec(self.leaves[own[0][0]].transform, tuple(spec for *_, spec in own), self.all_paths)
             units.append((problem, [(at, row) for at, row, _ in own]))
         return units
 
     @property
-    def scalars(self) -> dict[str, int]:
+    def scalar_counts(self) -> dict[str, int]:
         """The length of each vector of state scalars, by dtype. A vector has its scalars in the order of the leaves."""
-        kinds = [dtype for leaf in self.leaves for (_, dtype), among in zip(leaf.state, leaf.together, strict=True) if among]
+        kinds = [dtype for leaf in self.leaves for (_, dtype), among in zip(leaf.state, leaf.scalars_in_vector, strict=True) if among]
         return {dtype: kinds.count(dtype) for dtype in dict.fromkeys(kinds)}
 
     @property
-    def offsets(self) -> int:
+    def num_params(self) -> int:
         """The number of parameters, which counts every row of a bucket."""
-        return sum(leaf.count or 1 for leaf in self.leaves)
+        return sum(leaf.rows or 1 for leaf in self.leaves)
 
 
-def in_rows(plan: Plan, grads: Sequence[jax.Array]) -> list[jax.Array | Scattered]:
+def stack_grads(plan: UpdatePlan, grads: Sequence[jax.Array]) -> list[jax.Array | AddressedRows]:
     """Return the gradient of each leaf, with rows for a bucket, from flat gradients as `abstract_args` describes them."""
     given = iter(grads)
     return [
         next(given)
-        if leaf.count is None
-        else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0])
-        if leaf.at_once
-        else jnp.stack([next(given) for _ in range(leaf.count)])
-        if leaf.singly
-        else next(given).reshape(leaf.count, -1)
+        if leaf.rows is None
+        else AddressedRows(next(given), next(given), leaf.rows, leaf.spec.shape[0])
+        if leaf.addresses_grads
+        else jnp.stack([next(given) for _ in range(leaf.rows)])
+        if leaf.grads_as_arguments
+        else next(given).reshape(leaf.rows, -1)
         for leaf in plan.leaves
     ]
 
@@ -186,20 +188,20 @@ class AbstractArguments(NamedTuple):
 
     params: list[jax.ShapeDtypeStruct]
     state: list[jax.ShapeDtypeStruct]
-    vectors: list[jax.ShapeDtypeStruct]
-    kept: list[jax.ShapeDtypeStruct]
+    scalar_vectors: list[jax.ShapeDtypeStruct]
+    copied_back: list[jax.ShapeDtypeStruct]
     grads: list[jax.ShapeDtypeStruct]
     masks: list[jax.ShapeDtypeStruct]
     hyperparams: jax.ShapeDtypeStruct
-    offsets: jax.ShapeDtypeStruct
-    live: jax.ShapeDtypeStruct
+    row_offsets: jax.ShapeDtypeStruct
+    active_rows: jax.ShapeDtypeStruct
     extra: list[jax.ShapeDtypeStruct]
-    scaling: list[jax.ShapeDtypeStruct]
-    measure: jax.ShapeDtypeStruct
-    after: list[jax.ShapeDtypeStruct]
+    loss_scaling: list[jax.ShapeDtypeStruct]
+    stats: jax.ShapeDtypeStruct
+    stream_event: list[jax.ShapeDtypeStruct]
 
 
-def abstract(plan: Plan, counted: bool = False) -> AbstractArguments:
+def abstract_args(plan: UpdatePlan, for_counting: bool = False) -> AbstractArguments:
     """Return the abstract arguments of a plan's program.
 
     Args:
@@ -213,20 +215,20 @@ def abstract(plan: Plan, counted: bool = False) -> AbstractArguments:
 
     params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
     kept = [array(*leaf.buffer) for leaf in plan.leaves if not leaf.inplace]
-    own = [s for leaf in plan.leaves for s, among in zip(leaf.state, leaf.together, strict=True) if not among]
-    state = [array(*s) for s in (*own, *(s for signatures in plan.shared for s in signatures))]
-    scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
+    own = [s for leaf in plan.leaves for s, among in zip(leaf.state, leaf.scalars_in_vector, strict=True) if not among]
+    state = [array(*s) for s in (*own, *(s for signatures in plan.shared_signatures for s in signatures))]
+    scalars = [array((count,), dtype) for dtype, count in plan.scalar_counts.items()]
     grads: list[jax.ShapeDtypeStruct] = []
-    for shape, dtype, leaf in ((leaf.buffer[0], leaf.gradient_dtype, leaf) for leaf in plan.leaves):
-        if leaf.at_once:
-            grads += [array(*each) for each in at_once(shape[0], dtype, shape[1] if counted else None)]
+    for shape, dtype, leaf in ((leaf.buffer[0], leaf.grad_dtype, leaf) for leaf in plan.leaves):
+        if leaf.addresses_grads:
+            grads += [array(*each) for each in at_once(shape[0], dtype, shape[1] if for_counting else None)]
         else:
-            grads += [array(shape[1:], dtype)] * shape[0] if leaf.singly else [array((math.prod(shape),), dtype)]
-    masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
-    hyperparams, offsets = jax.ShapeDtypeStruct((plan.width,), np.float64), jax.ShapeDtypeStruct((plan.offsets,), np.int32)
-    live = jax.ShapeDtypeStruct((sum(leaf.count or 0 for leaf in plan.leaves),), np.bool_)
-    extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, Same)]
-    scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
+            grads += [array(shape[1:], dtype)] * shape[0] if leaf.grads_as_arguments else [array((math.prod(shape),), dtype)]
+    masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.has_element_mask]
+    hyperparams, offsets = jax.ShapeDtypeStruct((plan.vector_length,), np.float64), jax.ShapeDtypeStruct((plan.num_params,), np.int32)
+    live = jax.ShapeDtypeStruct((sum(leaf.rows or 0 for leaf in plan.leaves),), np.bool_)
+    extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, ById)]
+    scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.has_loss_scale else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
     after = [] if plan.device.platform == "cpu" else [array((1,), np.float32)]
     return AbstractArguments(params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after)

@@ -18,25 +18,25 @@ import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from bridge._compat.types import PyTreeDef
-from bridge._ir.numerics import real
+from bridge._ir.numerics import real_view
 from bridge._ir.types import Array, PyTree
 from bridge._names import Path
 from bridge._process import default_promotion, x64
 
-from .hyperparams import Scalar
+from .hyperparams import TracedHyperparam
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
 
-MASTER = "master_param"  # float32 copy of a half-precision parameter, to which the update is added
-AVERAGE = "ema_param"  # exponential moving average of the trained weights
-KEY = "rounding_key"  # key of the next stochastic rounding, two words: one of the parameter, one a count
-BESIDE = frozenset({MASTER, AVERAGE, KEY})
+MASTER_PARAM = "master_param"  # float32 copy of a half-precision parameter, to which the update is added
+EMA_PARAM = "ema_param"  # exponential moving average of the trained weights
+ROUNDING_KEY = "rounding_key"  # key of the next stochastic rounding, two words: one of the parameter, one a count
+AUX_FIELDS = frozenset({MASTER_PARAM, EMA_PARAM, ROUNDING_KEY})
 
-HALF = frozenset({"float16", "bfloat16"})
+HALF_DTYPES = frozenset({"float16", "bfloat16"})
 
 
-class Kept(NamedTuple):
+class AuxState(NamedTuple):
     """The auxiliary state of a parameter: arrays that are kept in addition to the state of its transformation.
 
     state_dtype: the dtype of the floating-point state arrays; None keeps the transformation's dtypes.
@@ -50,24 +50,24 @@ class Kept(NamedTuple):
 
     def fields(self, dtype: str) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return name, shape (None: the parameter's) and dtype of each auxiliary array of a parameter of this dtype."""
-        half = dtype in HALF
+        half = dtype in HALF_DTYPES
         wide = "float32" if half else dtype
         fields: list[tuple[str, tuple[int, ...] | None, str]] = []
         if self.master_weights and half:
-            fields.append((MASTER, None, wide))
+            fields.append((MASTER_PARAM, None, wide))
         if self.stochastic_rounding and half:
-            fields.append((KEY, (2,), "int32"))  # the bits of a uint32, because torch cannot unpickle uint32
+            fields.append((ROUNDING_KEY, (2,), "int32"))  # the bits of a uint32, because torch cannot unpickle uint32
         if self.average:
-            fields.append((AVERAGE, None, wide))
+            fields.append((EMA_PARAM, None, wide))
         return fields
 
 
-NOTHING = Kept()
+NO_AUX_STATE = AuxState()
 Signature = tuple[tuple[int, ...], str]  # shape and dtype of an array
-GRADIENTS = object()  # placeholder for the tree of gradients among the extra arguments
+GRADS_PLACEHOLDER = object()  # placeholder for the tree of gradients among the extra arguments
 
 
-class Same:
+class ById:
     """A hashable wrapper that compares its value by identity, for values that cannot be hashed or must not be compared."""
 
     __slots__ = ("value",)
@@ -76,17 +76,17 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, ById) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
-    def __deepcopy__(self, memo: object) -> Same:
+    def __deepcopy__(self, memo: object) -> ById:
         return self
 
 
 @dataclass(frozen=True)
-class Row:
+class TransformSpec:
     """A transformation factory with its static options and the names of its traced hyperparams.
 
     static_hyperparams: the name and the value of each static option.
@@ -100,37 +100,37 @@ class Row:
     """
 
     factory: Callable[..., optax.GradientTransformation]
-    statics: tuple[tuple[str, Hashable], ...]
-    traced: tuple[tuple[str, int], ...]
-    scaled: bool = False
-    unit: int | None = None
-    pruned: bool = False
-    kept: Kept = NOTHING
-    shaped: bool = False
-    typed: bool = False
+    static_hyperparams: tuple[tuple[str, Hashable], ...]
+    traced_hyperparams: tuple[tuple[str, int], ...]
+    is_optax: bool = False
+    joint_set: int | None = None
+    omits_inactive_leaves: bool = False
+    aux_state: AuxState = NO_AUX_STATE
+    needs_shape: bool = False
+    takes_dtype: bool = False
 
     @property
-    def width(self) -> int:
-        return sum(max(length, 1) for _, length in self.traced) + self.kept.average + self.scaled
+    def num_scalars(self) -> int:
+        return sum(max(length, 1) for _, length in self.traced_hyperparams) + self.aux_state.average + self.is_optax
 
-    def decay(self, values: jax.Array) -> jax.Array | None:
+    def ema_decay(self, values: jax.Array) -> jax.Array | None:
         """Return the decay of the average from the scalars of the row; None without an average."""
-        return values[self.width - 1 - self.scaled] if self.kept.average else None
+        return values[self.num_scalars - 1 - self.is_optax] if self.aux_state.average else None
 
-    def together(self, unit: int | None) -> Row:
-        return replace(self, unit=unit)
+    def with_joint_set(self, joint_set: int | None) -> TransformSpec:
+        return replace(self, joint_set=joint_set)
 
-    def transformation(self, values: Sequence[ArrayLike | Scalar] | Array, dtype: str | None = None) -> optax.GradientTransformation:
+    def build(self, values: Sequence[ArrayLike | TracedHyperparam] | Array, dtype: str | None = None) -> optax.GradientTransformation:
         """Return the transformation for leaves stored in `dtype`, with `num_scalars` scalars as values of its traced hyperparams."""
-        hyperparams: dict[str, object] = {"dtype": dtype} if self.typed else {}
+        hyperparams: dict[str, object] = {"dtype": dtype} if self.takes_dtype else {}
         at = 0
-        for name, length in self.traced:
+        for name, length in self.traced_hyperparams:
             hyperparams[name] = tuple(values[at + i] for i in range(length)) if length else values[at]
             at += max(length, 1)
-        return self.factory(**dict(self.statics), **hyperparams)
+        return self.factory(**dict(self.static_hyperparams), **hyperparams)
 
 
-class Spec(NamedTuple):
+class LeafSpec(NamedTuple):
     """A leaf as its transformation sees it.
 
     path: its path in the tree of parameters; None if the leaf is the whole tree.
@@ -143,15 +143,15 @@ class Spec(NamedTuple):
     path: Path | None
     shape: tuple[int, ...]
     dtype: str
-    order: tuple[int, ...] | None = None
-    whole: bool = False
+    dim_order: tuple[int, ...] | None = None
+    reduces_over_leaf: bool = False
 
     @property
-    def flat(self) -> bool:
-        return len(self.shape) == 1 and self.order is None
+    def is_flat(self) -> bool:
+        return len(self.shape) == 1 and self.dim_order is None
 
 
-class Field(NamedTuple):
+class StateField(NamedTuple):
     """One array of state.
 
     shape: None if it is the leaf's own shape.
@@ -166,108 +166,114 @@ class Field(NamedTuple):
     name: str
     shape: tuple[int, ...] | None
     dtype: str
-    position: int | None
-    key: Hashable = None
-    arithmetic: str = ""
-    asked: bool = False
+    state_index: int | None
+    key_impl: Hashable = None
+    compute_dtype: str = ""
+    dtype_requested: bool = False
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """The state of a transformation over some leaves: its tree structure, the fields of each leaf, and the fields that all leaves share."""
 
-    structure: PyTreeDef
-    own: tuple[tuple[Field, ...], ...]
-    shared: tuple[Field, ...]
+    treedef: PyTreeDef
+    leaf_fields: tuple[tuple[StateField, ...], ...]
+    shared_fields: tuple[StateField, ...]
 
 
-class Extra(NamedTuple):
+class ExtraArgsSpec(NamedTuple):
     """The extra arguments of an update: their tree, and for each leaf the signature of an array, or a value that is no array."""
 
-    tree: PyTreeDef
-    leaves: tuple[Signature | Same, ...]
+    treedef: PyTreeDef
+    leaves: tuple[Signature | ById, ...]
 
-    def restored(self, arrays: Sequence[jax.Array]) -> dict[str, PyTree]:
+    def unflatten(self, arrays: Sequence[jax.Array]) -> dict[str, PyTree]:
         """Return the extra arguments by name, with these arrays."""
         rest = iter(arrays)
-        return self.tree.unflatten([x.value if isinstance(x, Same) else next(rest) for x in self.leaves])
+        return self.treedef.unflatten([x.value if isinstance(x, ById) else next(rest) for x in self.leaves])
 
 
-NO_EXTRA = Extra(jax.tree.structure({}), ())
+NO_EXTRA_ARGS = ExtraArgsSpec(jax.tree.structure({}), ())
 
 
-class Problem(NamedTuple):
+class UpdateSpec(NamedTuple):
     """A transformation and the leaves that it updates.
 
     all_paths: the paths of all parameters, also of those that are not updated.
     """
 
-    row: Row
-    specs: tuple[Spec, ...]
-    skeleton: tuple[Path, ...] = ()
+    transform: TransformSpec
+    specs: tuple[LeafSpec, ...]
+    all_paths: tuple[Path, ...] = ()
 
-    def tree(self, leaves: Sequence[object]) -> PyTree:
+    def to_tree(self, leaves: Sequence[object]) -> PyTree:
         """Return the leaves as the transformation's params: one leaf, or a nested dict of all paths with None for absent leaves."""
         if self.specs[0].path is None:
             return leaves[0]
         given: dict[Path, object] = dict(zip((spec.path or () for spec in self.specs), leaves, strict=True))
         root: dict[str, PyTree] = {}
-        for path in list(given) if self.row.pruned else self.skeleton:
+        for path in list(given) if self.transform.omits_inactive_leaves else self.all_paths:
             node = root
             for part in path[:-1]:
                 node = node.setdefault(part, {})
             node[path[-1]] = given.get(path)
         return root
 
-    def leaves(self, tree: PyTree) -> list[PyTree]:
+    def from_tree(self, tree: PyTree) -> list[PyTree]:
         """Return the leaves of a tree that `to_tree` made."""
         return [tree if spec.path is None else functools.reduce(lambda node, part: node[part], spec.path, tree) for spec in self.specs]
 
     @property
-    def wide(self) -> bool:
+    def is_64bit(self) -> bool:
         return any(spec.dtype in ("float64", "complex128") for spec in self.specs)
 
     @contextmanager
-    def types(self) -> Generator[None]:
+    def dtype_context(self) -> Generator[None]:
         """Set the 64-bit mode that the transformation would have in pure JAX, and jax's default type promotion."""
-        with x64(not self.row.scaled or self.wide), default_promotion():
+        with x64(not self.transform.is_optax or self.is_64bit), default_promotion():
             yield
 
-    def scalars(self, values: jax.Array) -> list[Scalar] | jax.Array:
+    def as_hyperparams(self, values: jax.Array) -> list[TracedHyperparam] | jax.Array:
         """Return the transformation's scalars, a float64 array, in the form that the transformation takes."""
-        return [Scalar(values[i], np.float64 if self.wide else np.float32) for i in range(self.row.width)] if self.row.scaled else values
+        return (
+            [TracedHyperparam(values[i], np.float64 if self.is_64bit else np.float32) for i in range(self.transform.num_scalars)]
+            if self.transform.is_optax
+            else values
+        )
 
 
-def looks_across(problem: Problem) -> bool:
+def may_cross_elements(update_spec: UpdateSpec) -> bool:
     """Return whether the transformation may combine different elements of a leaf."""
-    spec = problem.specs[0]
-    return spec.path is not None or spec.whole or problem.row.shaped
+    spec = update_spec.specs[0]
+    return spec.path is not None or spec.reduces_over_leaf or update_spec.transform.needs_shape
 
 
-def lift(x: jax.Array, row: Row) -> jax.Array:
+def to_compute_dtype(x: jax.Array, transform: TransformSpec) -> jax.Array:
     """Return an array in the dtype of the arithmetic. torch's equations take a complex array as pairs of reals."""
-    return x if row.scaled and jnp.issubdtype(x.dtype, jnp.complexfloating) else real(x)
+    return x if transform.is_optax and jnp.issubdtype(x.dtype, jnp.complexfloating) else real_view(x)
 
 
-def lower(x: jax.Array, dtype: DTypeLike, row: Row) -> jax.Array:
+def to_storage_dtype(x: jax.Array, dtype: DTypeLike, transform: TransformSpec) -> jax.Array:
     """Return an array in its storage dtype, with one rounding: the inverse of `to_compute_dtype`."""
-    if jnp.issubdtype(dtype, jnp.complexfloating) and not row.scaled:
+    if jnp.issubdtype(dtype, jnp.complexfloating) and not transform.is_optax:
         return jax.lax.complex(x[..., 0], x[..., 1])
     return x.astype(dtype)
 
 
-def unflatten(buffer: jax.Array, spec: Spec) -> jax.Array:
+def unflatten(buffer: jax.Array, spec: LeafSpec) -> jax.Array:
     """Return a flat buffer in the leaf's shape."""
-    if spec.order is None:
+    if spec.dim_order is None:
         return buffer.reshape(spec.shape)
-    return buffer.reshape([spec.shape[d] for d in spec.order]).transpose(np.argsort(spec.order))
+    return buffer.reshape([spec.shape[d] for d in spec.dim_order]).transpose(np.argsort(spec.dim_order))
 
 
-def flatten(x: jax.Array, spec: Spec) -> jax.Array:
+def flatten(x: jax.Array, spec: LeafSpec) -> jax.Array:
     """Return a leaf as a flat buffer: the inverse of `unflatten`."""
-    return jnp.reshape(x if spec.order is None else x.transpose(spec.order), -1)  # not `x.reshape`: a constant result may be a plain number
+    return jnp.reshape(
+        x if spec.dim_order is None else x.transpose(spec.dim_order), -1
+    )  # not `x.reshape`: a constant result may be a plain number
 
 
-def buffer_shape(field: Field, spec: Spec | None = None) -> tuple[int, ...]:
+def buffer_shape(field: StateField, spec: LeafSpec | None = None) -> tuple[int, ...]:
     """Return the shape of the buffer of a state field: flat, or () if the field's own shape is ()."""
     shape = field.shape if field.shape is not None or spec is None else spec.shape
     return () if field.shape == () else (math.prod(shape or ()),)

@@ -16,72 +16,72 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge._compat.types import PyTreeDef
-from bridge._ir.numerics import is_key
+from bridge._ir.numerics import is_prng_key
 from bridge._ir.types import KeyPath, PyTree
 from bridge._names import Path, path_name
 from bridge._process import x64
 
-from .spec import BESIDE, Field, Layout, Problem, lift
+from .spec import AUX_FIELDS, StateField, StateLayout, UpdateSpec, to_compute_dtype
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 
 @functools.lru_cache(4096)
-def layout(problem: Problem) -> Layout:
+def state_layout(update_spec: UpdateSpec) -> StateLayout:
     """Return the layout of the transformation's state for these leaves, from a trace of its `init`."""
-    row, specs = problem.row, problem.specs
+    row, specs = update_spec.transform, update_spec.specs
     keys: list[Hashable] = []
 
     def init(values: jax.Array, leaves: list[jax.Array]) -> PyTree:
-        with problem.types():
-            state = row.transformation(problem.scalars(values), specs[0].dtype).init(problem.tree(leaves))
-            keys[:] = [jax.random.key_impl(x) if is_key(x) else None for x in jax.tree.leaves(state)]
+        with update_spec.dtype_context():
+            state = row.build(update_spec.as_hyperparams(values), specs[0].dtype).init(update_spec.to_tree(leaves))
+            keys[:] = [jax.random.key_impl(x) if is_prng_key(x) else None for x in jax.tree.leaves(state)]
             return jax.tree.map(_as_array, state)
 
     def lifted(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [lift(x, row) for x in leaves]
+        return [to_compute_dtype(x, row) for x in leaves]
 
     with x64():
         avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
         wide: list[jax.ShapeDtypeStruct] = jax.eval_shape(lifted, avals)
-        computed = jax.eval_shape(init, jax.ShapeDtypeStruct((row.width,), np.float64), wide)
-        kept = jax.eval_shape(init, jax.ShapeDtypeStruct((row.width,), np.float64), avals) if row.scaled else computed
-    own: list[list[Field]] = [[] for _ in specs]
-    shared: list[Field] = []
+        computed = jax.eval_shape(init, jax.ShapeDtypeStruct((row.num_scalars,), np.float64), wide)
+        kept = jax.eval_shape(init, jax.ShapeDtypeStruct((row.num_scalars,), np.float64), avals) if row.is_optax else computed
+    own: list[list[StateField]] = [[] for _ in specs]
+    shared: list[StateField] = []
     leaves, structure = cast(tuple[list[tuple[KeyPath, jax.ShapeDtypeStruct]], PyTreeDef], jax.tree_util.tree_flatten_with_path(computed))
-    owner_of = owners([path for path, _ in leaves], [nested(spec.path) for spec in specs])
+    find_leaf = leaf_finder([path for path, _ in leaves], [to_key_path(spec.path) for spec in specs])
     for position, ((path, leaf), stored, key) in enumerate(zip(leaves, jax.tree.leaves(kept), keys, strict=True)):
-        owner, name = owner_of(path)
-        alike = owner is not None and leaf.shape == wide[owner].shape
-        like_it = owner is not None and not row.scaled and leaf.ndim > 0  # one array for each leaf, of any shape
+        leaf_index, name = find_leaf(path)
+        alike = leaf_index is not None and leaf.shape == wide[leaf_index].shape
+        like_it = leaf_index is not None and not row.is_optax and leaf.ndim > 0  # one array for each leaf, of any shape
         # A scalar keeps its compute dtype, float32 for half-precision parameters: bfloat16 rounds 0.999 to 1, and a decay of 1 gives NaN.
-        dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype if leaf.ndim or alike else leaf.dtype)
-        may_be_asked = owner is not None and (alike or leaf.ndim > 0) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        asked = may_be_asked and row.kept.state_dtype is not None
-        dtype = str(row.kept.state_dtype) if asked else dtype
-        field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)
-        (shared if owner is None else own[owner]).append(field)
-    taken = {tail for fields in own for field in fields for tail in tails(field.name)}
-    shared = _short_names(shared, taken | BESIDE)
-    own = [_short_names(fields, {field.name for field in shared} | BESIDE) for fields in own]
-    if row.unit is None:
-        own, shared = [sorted(own[0] + shared, key=attrgetter("position"))], []
+        dtype = specs[leaf_index].dtype if leaf_index is not None and like_it else str(stored.dtype if leaf.ndim or alike else leaf.dtype)
+        may_be_asked = leaf_index is not None and (alike or leaf.ndim > 0) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        asked = may_be_asked and row.aux_state.state_dtype is not None
+        dtype = str(row.aux_state.state_dtype) if asked else dtype
+        field = StateField(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)
+        (shared if leaf_index is None else own[leaf_index]).append(field)
+    taken = {tail for fields in own for field in fields for tail in name_suffixes(field.name)}
+    shared = _shorten_names(shared, taken | AUX_FIELDS)
+    own = [_shorten_names(fields, {field.name for field in shared} | AUX_FIELDS) for fields in own]
+    if row.joint_set is None:
+        own, shared = [sorted(own[0] + shared, key=attrgetter("state_index"))], []
     for fields, spec in zip(own, specs, strict=True):
-        fields += [Field(name, shape, dtype, None, arithmetic=dtype) for name, shape, dtype in row.kept.fields(spec.dtype)]
-    return Layout(structure, tuple(map(tuple, own)), tuple(shared))
+        fields += [StateField(name, shape, dtype, None, compute_dtype=dtype) for name, shape, dtype in row.aux_state.fields(spec.dtype)]
+    return StateLayout(structure, tuple(map(tuple, own)), tuple(shared))
 
 
 def _as_array(x: ArrayLike) -> jax.Array:
-    return jax.random.key_data(x) if is_key(x) else jnp.asarray(x)
+    return jax.random.key_data(x) if is_prng_key(x) else jnp.asarray(x)
 
 
-def nested(path: Path | None) -> KeyPath:
+def to_key_path(path: Path | None) -> KeyPath:
     """Return a path in a nested dict as a key path of jax."""
     return tuple(map(jax.tree_util.DictKey, path or ()))
 
 
-def owners(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[KeyPath], tuple[int | None, str]]:
+def leaf_finder(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[KeyPath], tuple[int | None, str]]:
     """Return a function that takes a path in the state and returns its leaf (None: shared) and its name without the leaf's path.
 
     The path of a leaf stands at the end of the state's path; the longest match counts. If the state has several arrays for each leaf
@@ -99,7 +99,7 @@ def owners(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[Key
         below = [path for path in paths for leaf in leaves if path[: len(head) + len(leaf)] == head + leaf]
         return all(head + leaf in heads for leaf in leaves) and all(at_the_end(path) is None for path in below)
 
-    def owner(path: KeyPath) -> tuple[int | None, str]:
+    def find_leaf(path: KeyPath) -> tuple[int | None, str]:
         start = at_the_end(path)
         if start is not None:
             return index[path[start:]], path_name(path[:start])
@@ -109,19 +109,19 @@ def owners(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[Key
                     return index[path[start:end]], path_name(path[:start] + path[end:])
         return None, path_name(path)
 
-    return owner
+    return find_leaf
 
 
-def tails(name: str) -> list[str]:
+def name_suffixes(name: str) -> list[str]:
     """Return the suffixes of a dotted name, from its last part to the whole name."""
     return [name.split(".", n)[-1] for n in range(name.count("."), -1, -1)]
 
 
-def _short_names(fields: list[Field], taken: set[str]) -> list[Field]:
+def _shorten_names(fields: list[StateField], taken: set[str]) -> list[StateField]:
     """Rename each field to the shortest unique suffix of its dotted name that is not in `taken`: 'nu', not '0.nu'."""
-    ends = collections.Counter(tail for field in fields for tail in tails(field.name))
+    ends = collections.Counter(tail for field in fields for tail in name_suffixes(field.name))
 
     def free(tail: str) -> bool:
         return ends[tail] == 1 and tail not in taken and not tail[:1].isdigit()
 
-    return [f._replace(name=next(filter(free, tails(f.name)), f.name or "state")) for f in fields]
+    return [f._replace(name=next(filter(free, name_suffixes(f.name)), f.name or "state")) for f in fields]

@@ -24,11 +24,19 @@ from bridge._compat.types import PyTreeDef
 from bridge._ir.types import PyTree
 from bridge._names import path_name
 
-from .fields import HyperParam, check_gradients, field_values, in_type, one_learning_rate, opposite, wide_type
+from .fields import (
+    HyperParam,
+    cast_hyper_params,
+    check_gradients,
+    compute_dtype_of,
+    field_values,
+    flatten_like_params,
+    resolve_learning_rate,
+)
 from .optimizer import OptimizerDef, OptimizerState
 
 
-def _static(default: bool | int) -> Any:
+def _static_field(default: bool | int) -> Any:
     """Declare a field that decides the structure: it is part of the pytree's type and never traced."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -54,7 +62,7 @@ class OptaxDef(OptimizerDef):
 
     def init_param_state(self, param: ArrayLike) -> PyTree:
         tx = self._transformation(self.hyper_params.replace(learning_rate=0.0), 0)  # the real one may be given at each call only
-        return self._named(tx.init(jnp.asarray(param)), self.absent)
+        return self._from_optax_state(tx.init(jnp.asarray(param)), self.absent)
 
     def apply_param_gradient(
         self, step: ArrayLike, hyper_params: Any, param: ArrayLike, state: PyTree, grad: ArrayLike
@@ -63,9 +71,9 @@ class OptaxDef(OptimizerDef):
         # optax adds counts to floats of another dtype, which is an error under strict promotion.
         with jax.numpy_dtype_promotion("standard"):
             tx = self._transformation(hyper_params, step)
-            old = self._filled(jax.eval_shape(tx.init, param), state, step)
+            old = self._to_optax_state(jax.eval_shape(tx.init, param), state, step)
             updates, new = tx.update(grad, old, param)
-            return cast(jax.Array, optax.apply_updates(param, updates)), self._named(new, state._asdict())
+            return cast(jax.Array, optax.apply_updates(param, updates)), self._from_optax_state(new, state._asdict())
 
     def _transformation(self, hyper_params: Any, step: ArrayLike) -> optax.GradientTransformation:
         if hyper_params.learning_rate is None:
@@ -74,7 +82,7 @@ class OptaxDef(OptimizerDef):
         now = {name: value(step) for name, value in field_values(hyper_params).items() if callable(value)}
         return self.transformation(dataclasses.replace(hyper_params, **now))
 
-    def _filled(self, structure: PyTree, state: PyTree, step: ArrayLike) -> PyTree:
+    def _to_optax_state(self, structure: PyTree, state: PyTree, step: ArrayLike) -> PyTree:
         """Return optax's state, built from a state of `state_type` and the step."""
         ours = {theirs: name for name, theirs in self.names.items()}
 
@@ -90,7 +98,7 @@ class OptaxDef(OptimizerDef):
 
         return jax.tree_util.tree_map_with_path(value, structure)
 
-    def _named(self, state: optax.OptState, absent: Mapping[str, PyTree]) -> PyTree:
+    def _from_optax_state(self, state: optax.OptState, absent: Mapping[str, PyTree]) -> PyTree:
         """Return a state of `state_type`, built from optax's. Fields that optax does not have are taken from `absent`."""
         found = {path_name(path[-1:]): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
         return self.state_type(**{name: found.get(theirs, absent.get(name)) for name, theirs in self.names.items()})
@@ -108,7 +116,7 @@ class GradientDescent(OptaxDef):
     state_type = optax.EmptyState
 
     def __init__(self, learning_rate: HyperParam | None = None, *, lr: HyperParam | None = None) -> None:
-        super().__init__(GradientDescentHyperParams(one_learning_rate("GradientDescent", learning_rate, lr)))
+        super().__init__(GradientDescentHyperParams(resolve_learning_rate("GradientDescent", learning_rate, lr)))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         return optax.sgd(hp.learning_rate)
@@ -120,7 +128,7 @@ class MomentumHyperParams(HyperParams):
     learning_rate: HyperParam | None
     beta: HyperParam = 0.9
     weight_decay: HyperParam = 0.0
-    nesterov: bool = _static(False)
+    nesterov: bool = _static_field(False)
 
 
 class MomentumParamState(NamedTuple):
@@ -144,7 +152,7 @@ class Momentum(OptaxDef):
         *,
         lr: HyperParam | None = None,
     ) -> None:
-        super().__init__(MomentumHyperParams(one_learning_rate("Momentum", learning_rate, lr), beta, weight_decay, nesterov))
+        super().__init__(MomentumHyperParams(resolve_learning_rate("Momentum", learning_rate, lr), beta, weight_decay, nesterov))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         descent = optax.sgd(hp.learning_rate, momentum=hp.beta, nesterov=hp.nesterov)
@@ -184,7 +192,7 @@ class Adam(OptaxDef):
         *,
         lr: HyperParam | None = None,
     ) -> None:
-        super().__init__(AdamHyperParams(one_learning_rate("Adam", learning_rate, lr), beta1, beta2, eps, weight_decay))
+        super().__init__(AdamHyperParams(resolve_learning_rate("Adam", learning_rate, lr), beta1, beta2, eps, weight_decay))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         return optax.adamw(hp.learning_rate, hp.beta1, hp.beta2, hp.eps, weight_decay=hp.weight_decay)
@@ -210,7 +218,7 @@ class Adagrad(OptaxDef):
     state_type, names = AdagradParamState, {"G": "sum_of_squares"}
 
     def __init__(self, learning_rate: HyperParam | None = None, eps: HyperParam = 1e-8, *, lr: HyperParam | None = None) -> None:
-        super().__init__(AdagradHyperParams(one_learning_rate("Adagrad", learning_rate, lr), eps))
+        super().__init__(AdagradHyperParams(resolve_learning_rate("Adagrad", learning_rate, lr), eps))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         return optax.adagrad(hp.learning_rate, initial_accumulator_value=0.0, eps=hp.eps**2)
@@ -222,7 +230,7 @@ class RMSPropHyperParams(HyperParams):
     learning_rate: HyperParam | None
     beta2: HyperParam = 0.9
     eps: HyperParam = 1e-8
-    centered: bool = _static(False)
+    centered: bool = _static_field(False)
 
 
 class RMSPropParamState(NamedTuple):
@@ -247,7 +255,7 @@ class RMSProp(OptaxDef):
         *,
         lr: HyperParam | None = None,
     ) -> None:
-        super().__init__(RMSPropHyperParams(one_learning_rate("RMSProp", learning_rate, lr), beta2, eps, centered))
+        super().__init__(RMSPropHyperParams(resolve_learning_rate("RMSProp", learning_rate, lr), beta2, eps, centered))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         return optax.rmsprop(hp.learning_rate, hp.beta2, hp.eps, eps_in_sqrt=False, centered=hp.centered)
@@ -281,7 +289,7 @@ class LAMB(OptaxDef):
         *,
         lr: HyperParam | None = None,
     ) -> None:
-        super().__init__(LAMBHyperParams(one_learning_rate("LAMB", learning_rate, lr), beta1, beta2, weight_decay, eps))
+        super().__init__(LAMBHyperParams(resolve_learning_rate("LAMB", learning_rate, lr), beta1, beta2, weight_decay, eps))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         return optax.lamb(hp.learning_rate, hp.beta1, hp.beta2, hp.eps, weight_decay=hp.weight_decay)
@@ -295,7 +303,7 @@ class LARSHyperParams(HyperParams):
     weight_decay: HyperParam = 0.0
     trust_coefficient: HyperParam = 0.001
     eps: HyperParam = 0.0
-    nesterov: bool = _static(False)
+    nesterov: bool = _static_field(False)
 
 
 class LARS(OptaxDef):
@@ -310,7 +318,7 @@ class LARS(OptaxDef):
         self, learning_rate: HyperParam | None = None, beta: HyperParam = 0.9, weight_decay: HyperParam = 0.0,
         trust_coefficient: HyperParam = 0.001, eps: HyperParam = 0.0, nesterov: bool = False, *, lr: HyperParam | None = None,
     ) -> None:  # fmt: skip
-        learning_rate = one_learning_rate("LARS", learning_rate, lr)
+        learning_rate = resolve_learning_rate("LARS", learning_rate, lr)
         super().__init__(LARSHyperParams(learning_rate, beta, weight_decay, trust_coefficient, eps, nesterov))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
@@ -322,14 +330,14 @@ class LARS(OptaxDef):
 @dataclasses.dataclass(frozen=True)
 class AdafactorHyperParams(HyperParams):
     learning_rate: HyperParam | None
-    factored: bool = _static(True)
-    multiply_by_parameter_scale: bool = _static(True)
+    factored: bool = _static_field(True)
+    multiply_by_parameter_scale: bool = _static_field(True)
     beta1: HyperParam | None = None
     decay_rate: HyperParam = 0.8
-    step_offset: int = _static(0)
+    step_offset: int = _static_field(0)
     clipping_threshold: HyperParam | None = 1.0
     weight_decay_rate: HyperParam | None = None
-    min_dim_size_to_factor: int = _static(128)
+    min_dim_size_to_factor: int = _static_field(128)
     epsilon1: HyperParam = 1e-30
     epsilon2: HyperParam = 1e-3
 
@@ -359,12 +367,12 @@ class Adafactor(OptaxDef):
         *, lr: HyperParam | None = None,
     ) -> None:  # fmt: skip
         self.dtype_momentum = dtype_momentum
-        learning_rate = one_learning_rate("Adafactor", learning_rate, lr)
+        learning_rate = resolve_learning_rate("Adafactor", learning_rate, lr)
         scales = learning_rate, factored, multiply_by_parameter_scale, beta1, decay_rate, step_offset
         super().__init__(AdafactorHyperParams(*scales, clipping_threshold, weight_decay_rate, min_dim_size_to_factor, epsilon1, epsilon2))
 
     def init_param_state(self, param: ArrayLike) -> PyTree:
-        return super().init_param_state(jnp.asarray(param, wide_type(jnp.result_type(param))))
+        return super().init_param_state(jnp.asarray(param, compute_dtype_of(jnp.result_type(param))))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         factored = hp.factored, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor, hp.epsilon1
@@ -415,19 +423,19 @@ class WeightNorm(OptimizerDef):
 
     def init_state(self, params: PyTree) -> OptimizerState:
         leaves, treedef = jax.tree.flatten(params)
-        parts = _parts(treedef, [_split(jnp.asarray(leaf), self.hyper_params.wn_eps) for leaf in leaves])
-        return _joined(treedef, self.wrapped_optimizer.init_state(parts), parts)
+        parts = _direction_and_scale(treedef, [_split_param(jnp.asarray(leaf), self.hyper_params.wn_eps) for leaf in leaves])
+        return _weight_norm_state(treedef, self.wrapped_optimizer.init_state(parts), parts)
 
     def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
         leaves, treedef = jax.tree.flatten(params)
         check_gradients("WeightNorm", params, grads)
-        states = opposite(treedef, state.param_states, "the state")
-        pulled = [_pull(hyper_params, *each) for each in zip(states, treedef.flatten_up_to(grads), strict=True)]
-        before = _parts(treedef, [(own.direction, own.scale) for own in states])
-        inner = OptimizerState(state.step, _parts(treedef, [(own.direction_state, own.scale_state) for own in states]))
-        after, inner = self.wrapped_optimizer.apply_gradient(hyper_params.inner, before, inner, _parts(treedef, pulled))
-        new_state = _joined(treedef, inner, after)
-        merged = [_merge(hyper_params, own.direction, own.scale) for own in treedef.flatten_up_to(new_state.param_states)]
+        states = flatten_like_params(treedef, state.param_states, "the state")
+        pulled = [_split_gradient(hyper_params, *each) for each in zip(states, treedef.flatten_up_to(grads), strict=True)]
+        before = _direction_and_scale(treedef, [(own.direction, own.scale) for own in states])
+        inner = OptimizerState(state.step, _direction_and_scale(treedef, [(own.direction_state, own.scale_state) for own in states]))
+        after, inner = self.wrapped_optimizer.apply_gradient(hyper_params.inner, before, inner, _direction_and_scale(treedef, pulled))
+        new_state = _weight_norm_state(treedef, inner, after)
+        merged = [_merge_param(hyper_params, own.direction, own.scale) for own in treedef.flatten_up_to(new_state.param_states)]
         new_leaves = [new.astype(jnp.asarray(old).dtype) for new, old in zip(merged, leaves, strict=True)]
         return treedef.unflatten(new_leaves), new_state
 
@@ -446,42 +454,42 @@ class WeightNorm(OptimizerDef):
         return self.wrapped_optimizer.hyper_param_values() | {"wn_decay": hp.wn_decay, "wn_eps": hp.wn_eps}
 
 
-def _split(param: jax.Array, eps: ArrayLike) -> tuple[jax.Array, jax.Array | tuple[()]]:
+def _split_param(param: jax.Array, eps: ArrayLike) -> tuple[jax.Array, jax.Array | tuple[()]]:
     """Split a parameter into (direction, scale), in float32 at least. Without anything to normalize, scale is ()."""
     if param.ndim < 2 or param.size <= param.shape[-1]:
         return param, ()
-    wide = param.astype(wide_type(param.dtype))
-    scale = jnp.sqrt(_squares(wide) + eps)
+    wide = param.astype(compute_dtype_of(param.dtype))
+    scale = jnp.sqrt(_sum_of_squares(wide) + eps)
     return wide / scale, scale
 
 
-def _merge(hyper_params: Any, direction: jax.Array, scale: jax.Array | tuple[()]) -> jax.Array:
+def _merge_param(hyper_params: Any, direction: jax.Array, scale: jax.Array | tuple[()]) -> jax.Array:
     """Return the parameter of a direction and a scale."""
     if isinstance(scale, tuple):
         return direction
-    return direction * (scale * jax.lax.rsqrt(_squares(direction) + in_type(hyper_params, direction.dtype).wn_eps))
+    return direction * (scale * jax.lax.rsqrt(_sum_of_squares(direction) + cast_hyper_params(hyper_params, direction.dtype).wn_eps))
 
 
-def _pull(hyper_params: Any, state: WeightNormParamState, grad: ArrayLike) -> tuple[ArrayLike, jax.Array | tuple[()]]:
+def _split_gradient(hyper_params: Any, state: WeightNormParamState, grad: ArrayLike) -> tuple[ArrayLike, jax.Array | tuple[()]]:
     """Return the gradients of direction and scale, from the gradient of the parameter."""
     if isinstance(state.scale, tuple):
         return grad, ()
     dtype = state.direction.dtype
-    _, pull = jax.vjp(lambda direction, scale: _merge(hyper_params, direction, scale), state.direction, state.scale)
+    _, pull = jax.vjp(lambda direction, scale: _merge_param(hyper_params, direction, scale), state.direction, state.scale)
     direction, scale = pull(jnp.asarray(grad).astype(dtype))
-    return direction + in_type(hyper_params, dtype).wn_decay * state.direction, scale
+    return direction + cast_hyper_params(hyper_params, dtype).wn_decay * state.direction, scale
 
 
-def _squares(direction: jax.Array) -> jax.Array:
+def _sum_of_squares(direction: jax.Array) -> jax.Array:
     return jnp.square(direction).sum(tuple(range(direction.ndim - 1)), keepdims=True)
 
 
-def _parts(treedef: PyTreeDef, pairs: Sequence[tuple[PyTree, PyTree]]) -> dict[str, PyTree]:
+def _direction_and_scale(treedef: PyTreeDef, pairs: Sequence[tuple[PyTree, PyTree]]) -> dict[str, PyTree]:
     """Return the tree that the wrapped definition receives."""
     return {"direction": treedef.unflatten([d for d, _ in pairs]), "scale": treedef.unflatten([s for _, s in pairs])}
 
 
-def _joined(treedef: PyTreeDef, inner: OptimizerState, parts: dict[str, PyTree]) -> OptimizerState:
+def _weight_norm_state(treedef: PyTreeDef, inner: OptimizerState, parts: dict[str, PyTree]) -> OptimizerState:
     """Return the state of each parameter: the wrapped definition's state, with direction and scale."""
     columns = [treedef.flatten_up_to(tree[part]) for tree in (inner.param_states, parts) for part in ("direction", "scale")]
     return OptimizerState(inner.step, treedef.unflatten([WeightNormParamState(*each) for each in zip(*columns, strict=True)]))

@@ -16,13 +16,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from bridge._compat.types import PyTreeDef
 from bridge._ir.types import PyTree
-from bridge._names import near, path_name
+from bridge._names import did_you_mean, path_name
 
 # The value of a hyper param: a number, an array, or a schedule (a function of the step).
 HyperParam: TypeAlias = ArrayLike | optax.Schedule
 
 
-def one_learning_rate(title: str, learning_rate: HyperParam | None, lr: HyperParam | None) -> HyperParam | None:
+def resolve_learning_rate(title: str, learning_rate: HyperParam | None, lr: HyperParam | None) -> HyperParam | None:
     """Return `learning_rate` or its other name `lr`, whichever is given; None for neither, a TypeError for both."""
     if learning_rate is not None and lr is not None:
         raise TypeError(f"{title} got both lr and learning_rate, two names of one hyper param. Give one of them.")
@@ -50,7 +50,7 @@ def with_fields(title: str, hyper_params: Any, values: Mapping[str, Any]) -> Any
     names, values = field_names(hyper_params), dict(values)
     if "lr" in values and "lr" not in names:
         lr = values.pop("lr")
-        values["learning_rate"] = one_learning_rate(title, values.get("learning_rate"), lr)
+        values["learning_rate"] = resolve_learning_rate(title, values.get("learning_rate"), lr)
     unknown = [name for name in values if name not in names]
     if unknown:
         raise TypeError(f"{title} has no hyper param {unknown[0]!r}. Known: {', '.join(names) or 'none'}.")
@@ -64,13 +64,13 @@ def with_fields(title: str, hyper_params: Any, values: Mapping[str, Any]) -> Any
     return new
 
 
-def wide_type(dtype: DTypeLike) -> np.dtype:
+def compute_dtype_of(dtype: DTypeLike) -> np.dtype:
     """Return the dtype for the arithmetic of a parameter: float32 for half types, else the parameter's own."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32 if half else dtype)
 
 
-def in_type(hyper_params: Any, dtype: DTypeLike) -> Any:
+def cast_hyper_params(hyper_params: Any, dtype: DTypeLike) -> Any:
     """Cast the floating arrays among the hyper params, so that an update does not change the dtype of what it updates."""
     other: dict[str, HyperParam] = {}
     for name, value in field_values(hyper_params).items():
@@ -79,7 +79,7 @@ def in_type(hyper_params: Any, dtype: DTypeLike) -> Any:
     return with_fields("", hyper_params, other) if other else hyper_params
 
 
-def opposite(treedef: PyTreeDef, tree: PyTree, title: str) -> list[PyTree]:
+def flatten_like_params(treedef: PyTreeDef, tree: PyTree, title: str) -> list[PyTree]:
     """Return the subtree of `tree` at each leaf of the parameters. Raise a ValueError where the structures differ."""
     try:
         return treedef.flatten_up_to(tree)
@@ -90,17 +90,17 @@ def opposite(treedef: PyTreeDef, tree: PyTree, title: str) -> list[PyTree]:
 def check_gradients(title: str, params: PyTree, grads: PyTree) -> None:
     """Raise a ValueError that names the parameter if a gradient is missing or has another shape."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    for (path, param), grad in zip(paths, opposite(treedef, grads, "grads"), strict=True):
+    for (path, param), grad in zip(paths, flatten_like_params(treedef, grads, "grads"), strict=True):
         if grad is None or np.shape(grad) != np.shape(param):
             what = "None" if grad is None else f"an array of shape {np.shape(grad)}"
             raise ValueError(f"{title}: the gradient of {path_name(path)!r} is {what}; expected one of shape {np.shape(param)}.")
 
 
-def nested(tree: PyTree) -> dict[str, Any]:
+def to_nested_dict(tree: PyTree) -> dict[str, Any]:
     """Return a pytree as nested dicts by the names in its key paths, in flax's layout. Leaves are not copied."""
     root: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        *above, last = _keys(path)
+        *above, last = _key_names(path)
         node = root
         for key in above:
             node = node.setdefault(key, {})
@@ -108,26 +108,26 @@ def nested(tree: PyTree) -> dict[str, Any]:
     return root
 
 
-def restored(like: PyTree, saved: PyTree) -> PyTree:
+def from_nested_dict(like: PyTree, saved: PyTree) -> PyTree:
     """Return the tree `like` with its leaves replaced by those of nested dicts.
 
     Raises:
       ValueError: an entry is missing, unknown, or of another shape or dtype than in `like`; the text names it.
     """
-    found = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+    found = {_key_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     paths, treedef = jax.tree_util.tree_flatten_with_path(like)
-    wanted = {_keys(path): leaf for path, leaf in paths}
+    wanted = {_key_names(path): leaf for path, leaf in paths}
     for here, there, where in ((wanted, found, "the saved state"), (found, wanted, "this optimizer")):
         lost = [".".join(key) for key in here if key not in there]
         if lost:
-            close = near(lost[0], map(".".join, there)) if there else "It is empty."
+            close = did_you_mean(lost[0], map(".".join, there)) if there else "It is empty."
             raise ValueError(
                 f"restore_state: {where} has no entry {lost[0]!r} ({len(lost)} such). {close} Parameters and definition must be the same."
             )
-    return treedef.unflatten([_checked(".".join(key), leaf, found[key]) for key, leaf in wanted.items()])
+    return treedef.unflatten([_check_leaf(".".join(key), leaf, found[key]) for key, leaf in wanted.items()])
 
 
-def _checked(name: str, like: ArrayLike, saved: ArrayLike) -> jax.Array:
+def _check_leaf(name: str, like: ArrayLike, saved: ArrayLike) -> jax.Array:
     shape, dtype = np.shape(like), getattr(like, "dtype", None)
     given_shape, given_dtype = np.shape(saved), getattr(saved, "dtype", dtype)  # a Python number has no dtype of its own
     if given_shape != shape or (dtype is not None and given_dtype != dtype):
@@ -136,5 +136,5 @@ def _checked(name: str, like: ArrayLike, saved: ArrayLike) -> jax.Array:
     return jnp.asarray(saved, dtype)
 
 
-def _keys(path: KeyPath) -> tuple[str, ...]:
+def _key_names(path: KeyPath) -> tuple[str, ...]:
     return tuple(path_name((key,)) for key in path)

@@ -36,12 +36,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from bridge._compat.types import Device, PyTreeDef
-from bridge._interop.flax_serialization import known_to_flax
+from bridge._interop.flax_serialization import register_with_flax
 from bridge._ir.types import PyTree
 from bridge._names import path_name
-from bridge._transforms.selectors import Leaves, column
+from bridge._transforms.selectors import NamedLeaves, resolve_selector
 
-from .fields import check_gradients, field_values, in_type, nested, opposite, restored, wide_type, with_fields
+from .fields import (
+    cast_hyper_params,
+    check_gradients,
+    compute_dtype_of,
+    field_values,
+    flatten_like_params,
+    from_nested_dict,
+    to_nested_dict,
+    with_fields,
+)
 
 
 class OptimizerState(NamedTuple):
@@ -81,7 +90,7 @@ class OptimizerDef:
 
     def create(self, target: PyTree, focus: object = None) -> Optimizer:
         """Make an `Optimizer` for a pytree of arrays. `focus` is a selector: other leaves have no state and are not changed."""
-        known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
+        register_with_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         optimizer_def = self if focus is None else MultiOptimizer((focus, self))
         return Optimizer(optimizer_def, optimizer_def.init_state(target), target)
 
@@ -96,7 +105,7 @@ class OptimizerDef:
         """
         check_gradients(type(self).__name__, params, grads)
         leaves, treedef = jax.tree.flatten(params)
-        columns = leaves, opposite(treedef, state.param_states, "the state"), treedef.flatten_up_to(grads)
+        columns = leaves, flatten_like_params(treedef, state.param_states, "the state"), treedef.flatten_up_to(grads)
         results = [self._apply_leaf(state.step, hyper_params, *each) for each in zip(*columns, strict=True)]
         new_params, new_states = zip(*results, strict=True) if results else ((), ())
         return treedef.unflatten(new_params), OptimizerState(state.step + 1, treedef.unflatten(new_states))
@@ -105,8 +114,8 @@ class OptimizerDef:
         dtype = getattr(param, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return self.apply_param_gradient(step, hyper_params, param, state, grad)
-        wide = wide_type(dtype)
-        hyper_params = in_type(hyper_params, jnp.finfo(wide).dtype)
+        wide = compute_dtype_of(dtype)
+        hyper_params = cast_hyper_params(hyper_params, jnp.finfo(wide).dtype)
         if wide == dtype:
             return self.apply_param_gradient(step, hyper_params, param, state, grad)
         lifted = jax.tree.map(lambda x: x.astype(wide) if getattr(x, "dtype", None) == dtype else x, (param, state, grad))
@@ -155,7 +164,7 @@ class OptimizerDef:
 
     def state_dict(self, target: PyTree, state: OptimizerState) -> dict[str, Any]:
         """Return {'target': ..., 'state': ...} as nested dicts with string keys, in flax's layout. Arrays are not copied."""
-        return nested({"target": target, "state": state})
+        return to_nested_dict({"target": target, "state": state})
 
     def restore_state(self, target: PyTree, state: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[PyTree, OptimizerState]:
         """Return (target, state) with the values of a `state_dict`. Its structure, shapes and dtypes must be those of the arguments.
@@ -163,7 +172,7 @@ class OptimizerDef:
         Raises:
           ValueError: an entry is missing, not known, or of another shape or dtype. The text names it.
         """
-        values = restored({"target": target, "state": state}, state_dict)
+        values = from_nested_dict({"target": target, "state": state}, state_dict)
         return values["target"], values["state"]
 
     def __repr__(self) -> str:
@@ -185,7 +194,7 @@ class Optimizer:
 
     def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> Optimizer:
         """Return the optimizer after one update. Overrides are as in `OptimizerDef.update_hyper_params`, for this update only."""
-        known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
+        register_with_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
         target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
         return self.replace(target=target, state=state)
@@ -213,7 +222,7 @@ class Optimizer:
           axis_name: the mapped axis over which gradients are averaged.
         """
         devices = list(jax.local_devices() if devices is None else devices)
-        return jax.tree.map(_stacker(devices, axis_name), self).replace(
+        return jax.tree.map(_make_replicate(devices, axis_name), self).replace(
             optimizer_def=ReplicatedOptimizer(self.optimizer_def, devices, axis_name)
         )
 
@@ -242,10 +251,10 @@ class ReplicatedOptimizer(OptimizerDef):
           ValueError: inside `shard_map`, where neither a parameter nor its gradient varies over the axis. jax has already summed the
             gradients of the replicas then, and their average would be the sum.
         """
-        if self.axis_name in _varying(jax.lax.axis_index(self.axis_name)):
+        if self.axis_name in _varying_axes(jax.lax.axis_index(self.axis_name)):
             leaves, treedef = jax.tree.flatten(params)
-            for param, grad in zip(leaves, opposite(treedef, grads, "grads"), strict=True):
-                if grad is not None and self.axis_name not in _varying(param) | _varying(grad):
+            for param, grad in zip(leaves, flatten_like_params(treedef, grads, "grads"), strict=True):
+                if grad is not None and self.axis_name not in _varying_axes(param) | _varying_axes(grad):
                     raise ValueError(
                         f"ReplicatedOptimizer: the gradients do not vary over {self.axis_name!r}. shard_map sums the gradients of "
                         "parameters that enter with PartitionSpec(), so their mean would be the sum. Pass the optimizer with "
@@ -270,7 +279,7 @@ class ReplicatedOptimizer(OptimizerDef):
         """Return target and state with the values for every device's copy."""
         one_target, one_state = _first_copy((target, state), self.devices)
         values = self.optimizer_def.restore_state(one_target, one_state, state_dict)
-        return jax.tree.map(_stacker(self.devices, self.axis_name), values)
+        return jax.tree.map(_make_replicate(self.devices, self.axis_name), values)
 
 
 class ModelParamTraversal:
@@ -296,7 +305,7 @@ class ModelParamTraversal:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(leaf) if self(path_name(path), leaf) else leaf, inputs)
 
 
-class _Traversed:
+class _TraversalSelector:
     """A selector of the leaves that a traversal of `flax.traverse_util` visits."""
 
     def __init__(self, traversal: Any) -> None:
@@ -307,9 +316,9 @@ class _Traversed:
         return jax.tree.map(lambda x: x is chosen, self._traversal.update(lambda _: chosen, params))
 
 
-def _selector(traversal: object) -> object:
+def _as_selector(traversal: object) -> object:
     is_of_flax = not callable(traversal) and callable(getattr(traversal, "iterate", None)) and callable(getattr(traversal, "update", None))
-    return _Traversed(traversal) if is_of_flax else traversal
+    return _TraversalSelector(traversal) if is_of_flax else traversal
 
 
 class MultiOptimizer(OptimizerDef):
@@ -340,44 +349,46 @@ class MultiOptimizer(OptimizerDef):
         for pair in traversals_and_optimizers:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], OptimizerDef):
                 raise TypeError(f"MultiOptimizer: expected pairs of (selector, OptimizerDef), got {pair!r}.")
-        self.traversals = tuple(_selector(traversal) for traversal, _ in traversals_and_optimizers)
+        self.traversals = tuple(_as_selector(traversal) for traversal, _ in traversals_and_optimizers)
         self.sub_optimizers = tuple(optimizer for _, optimizer in traversals_and_optimizers)
         super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
 
     def init_state(self, params: PyTree) -> OptimizerState:
         leaves, treedef = jax.tree.flatten(params)
-        owners = self._owners(params, strict=True)
+        owners = self._pair_of_each_leaf(params, strict=True)
         states: list[PyTree] = [None] * len(leaves)
         for index, optimizer in enumerate(self.sub_optimizers):
-            state = optimizer.init_state(_held(treedef, leaves, owners, index))
-            _put(states, treedef.flatten_up_to(state.param_states), owners, index)
-        return OptimizerState(jnp.zeros((), jnp.int32), treedef.unflatten([_owned(*each) for each in zip(states, owners, strict=True)]))
+            state = optimizer.init_state(_select_pair(treedef, leaves, owners, index))
+            _write_pair(states, treedef.flatten_up_to(state.param_states), owners, index)
+        return OptimizerState(
+            jnp.zeros((), jnp.int32), treedef.unflatten([_mark_selected(*each) for each in zip(states, owners, strict=True)])
+        )
 
     def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(params)
         leaves = [leaf for _, leaf in paths]
-        states, given = opposite(treedef, state.param_states, "the state"), opposite(treedef, grads, "grads")
-        owners = self._owners(params, strict=False)
+        states, given = flatten_like_params(treedef, state.param_states, "the state"), flatten_like_params(treedef, grads, "grads")
+        owners = self._pair_of_each_leaf(params, strict=False)
         for (path, _), param_state, owner in zip(paths, states, owners, strict=True):
             if param_state is not None and owner is None:
                 raise ValueError(
                     f"MultiOptimizer: {path_name(path)!r} has a state but no selector names it. Create the optimizer for these parameters."
                 )
         new_leaves, new_states = list(leaves), [None] * len(leaves)
-        for index, (optimizer, own) in enumerate(zip(self.sub_optimizers, self._each(hyper_params), strict=True)):
-            held, held_states, held_grads = (_held(treedef, values, owners, index) for values in (leaves, states, given))
+        for index, (optimizer, own) in enumerate(zip(self.sub_optimizers, self._hyper_params_by_pair(hyper_params), strict=True)):
+            held, held_states, held_grads = (_select_pair(treedef, values, owners, index) for values in (leaves, states, given))
             some, some_states = optimizer.apply_gradient(own, held, OptimizerState(state.step, held_states), held_grads)
-            _put(new_leaves, treedef.flatten_up_to(some), owners, index)
-            _put(new_states, treedef.flatten_up_to(some_states.param_states), owners, index)
-        new_states = [_owned(*each) for each in zip(new_states, owners, strict=True)]
+            _write_pair(new_leaves, treedef.flatten_up_to(some), owners, index)
+            _write_pair(new_states, treedef.flatten_up_to(some_states.param_states), owners, index)
+        new_states = [_mark_selected(*each) for each in zip(new_states, owners, strict=True)]
         return treedef.unflatten(new_leaves), OptimizerState(state.step + 1, treedef.unflatten(new_states))
 
     def update_hyper_params(self, **overrides: Any) -> list[Any]:
-        return [optimizer.update_hyper_params(**own) for optimizer, own in self._each_with(overrides)]
+        return [optimizer.update_hyper_params(**own) for optimizer, own in self._overrides_by_pair(overrides)]
 
     def with_hyper_params(self, **overrides: Any) -> Self:
         new = copy.copy(self)
-        new.sub_optimizers = tuple(optimizer.with_hyper_params(**own) for optimizer, own in self._each_with(overrides))
+        new.sub_optimizers = tuple(optimizer.with_hyper_params(**own) for optimizer, own in self._overrides_by_pair(overrides))
         new.hyper_params = [optimizer.hyper_params for optimizer in new.sub_optimizers]
         return new
 
@@ -386,9 +397,9 @@ class MultiOptimizer(OptimizerDef):
         each = enumerate(self.sub_optimizers)
         return {f"{index}.{name}": value for index, optimizer in each for name, value in optimizer.hyper_param_values().items()}
 
-    def _each_with(self, overrides: dict[str, Any]) -> Iterator[tuple[OptimizerDef, dict[str, Any]]]:
+    def _overrides_by_pair(self, overrides: dict[str, Any]) -> Iterator[tuple[OptimizerDef, dict[str, Any]]]:
         """Yield each definition with its overrides, by the names that it knows."""
-        each = self._each(overrides.pop("hyper_params", self.hyper_params))
+        each = self._hyper_params_by_pair(overrides.pop("hyper_params", self.hyper_params))
         for name in overrides:
             if "." in name and name.partition(".")[0] not in map(str, range(len(each))):
                 raise TypeError(f"MultiOptimizer has no hyper param {name!r}. Known: {', '.join(self.hyper_param_values())}.")
@@ -397,7 +408,7 @@ class MultiOptimizer(OptimizerDef):
             special = {name.removeprefix(f"{index}."): value for name, value in overrides.items() if name.startswith(f"{index}.")}
             yield optimizer, {"hyper_params": own} | common | special
 
-    def _each(self, hyper_params: Any) -> list[Any]:
+    def _hyper_params_by_pair(self, hyper_params: Any) -> list[Any]:
         """Return one entry for each pair, with the pair's own hyper params in place of None."""
         count = len(self.sub_optimizers)
         if not isinstance(hyper_params, list | tuple) or hasattr(hyper_params, "_fields") or len(hyper_params) != count:
@@ -406,14 +417,14 @@ class MultiOptimizer(OptimizerDef):
             )
         return [mine if given is None else given for given, mine in zip(hyper_params, self.hyper_params, strict=True)]
 
-    def _owners(self, params: PyTree, strict: bool) -> list[int | None]:
+    def _pair_of_each_leaf(self, params: PyTree, strict: bool) -> list[int | None]:
         """Return for each leaf the index of its pair. Unless `strict`, a pattern may match no leaf (no gradient, masked out)."""
         paths = jax.tree_util.tree_leaves_with_path(params)
-        leaves = Leaves([path_name(path) for path, _ in paths], [leaf for _, leaf in paths], lambda: params)
+        leaves = NamedLeaves([path_name(path) for path, _ in paths], [leaf for _, leaf in paths], lambda: params)
         owners: list[tuple[int, str] | None] = [None] * len(paths)
         for index, traversal in enumerate(self.traversals):
             try:
-                decisions = column(traversal, leaves)
+                decisions = resolve_selector(traversal, leaves)
             except ValueError:
                 if strict:
                     raise
@@ -422,11 +433,11 @@ class MultiOptimizer(OptimizerDef):
                 if not isinstance(value, bool):
                     raise TypeError(f"MultiOptimizer: {leaves.names[at]!r} got an array from {rule}; a pair owns whole leaves.")
                 if value:
-                    self._check_free(leaves.names[at], owners[at], (index, rule))
+                    self._check_only_pair(leaves.names[at], owners[at], (index, rule))
                     owners[at] = (index, rule)
         return [None if owner is None else owner[0] for owner in owners]
 
-    def _check_free(self, name: str, *owners: tuple[int, str] | None) -> None:
+    def _check_only_pair(self, name: str, *owners: tuple[int, str] | None) -> None:
         if None not in owners:
             both = " and ".join(f"{index} ({type(self.sub_optimizers[index]).__name__}, by {rule})" for index, rule in filter(None, owners))
             raise ValueError(f"Multiple optimizers match the same leaves: {name!r} belongs to pairs {both}. Narrow one of the selectors.")
@@ -439,27 +450,27 @@ def _difference(new: ArrayLike, old: ArrayLike) -> jax.Array:
     return jnp.where(new == old, jnp.full_like(old, -0.0), new - old)
 
 
-def _held(treedef: PyTreeDef, values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> PyTree:
+def _select_pair(treedef: PyTreeDef, values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> PyTree:
     """Return the tree with None for leaves of other pairs, so that the leaves of this pair keep their names."""
     return treedef.unflatten([value if owner == index else None for value, owner in zip(values, owners, strict=True)])
 
 
-def _put(into: list[PyTree], values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> None:
+def _write_pair(into: list[PyTree], values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> None:
     into[:] = [new if owner == index else old for old, new, owner in zip(into, values, owners, strict=True)]
 
 
-def _owned(state: PyTree, owner: int | None) -> PyTree:
+def _mark_selected(state: PyTree, owner: int | None) -> PyTree:
     """Return the state of a leaf, with () in place of None for a leaf of a pair: None means a leaf of no pair."""
     return () if state is None and owner is not None else state
 
 
-def _varying(x: ArrayLike) -> frozenset[Hashable]:
+def _varying_axes(x: ArrayLike) -> frozenset[Hashable]:
     """Return the mapped axes over which a value may differ; none where jax does not track it (pmap, check_vma=False)."""
     kind = jax.typeof(x)
     return getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", frozenset())
 
 
-def _stacker(devices: Sequence[Device], axis_name: str) -> Callable[[ArrayLike], jax.Array]:
+def _make_replicate(devices: Sequence[Device], axis_name: str) -> Callable[[ArrayLike], jax.Array]:
     sharding = NamedSharding(Mesh(np.array(devices), (axis_name,)), PartitionSpec(axis_name))
 
     def stacked(x: ArrayLike) -> jax.Array:

@@ -22,7 +22,7 @@ from bridge._ir.types import PyTree
 from bridge._names import path_name
 from bridge._process import x64
 
-from .tensor_storage import shortage
+from .tensor_storage import why_unreadable
 
 # The alignment in bytes that zero-copy needs. On the CPU jax refuses less (XLA's cpu_function_runtime.h, MinAlign). On a GPU a program
 # refuses an argument with less (xla/service/gpu/buffer_allocations, kEntryParameterAlignBytes).
@@ -47,15 +47,15 @@ def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
     )
 
 
-def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+def with_dense_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy if the tensor has no memory of its own (a subclass that wraps other tensors, lazy zeros).
 
     Raises:
       ValueError: The elements cannot be read: the storage was resized, or the copy fails.
     """
-    why, cause = shortage(tensor), None
+    why, cause = why_unreadable(tensor), None
     if not why:
-        if not _wraps_others(tensor):
+        if not _has_no_address(tensor):
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         try:
@@ -69,7 +69,7 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     ) from cause
 
 
-def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
+def order_torch_after(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
     """Order torch's next operations after executions. `tokens` are results of these executions, in order, that nobody donates.
 
     On the CPU this waits, because jax dispatches asynchronously and may still read torch's memory. On a GPU the host does not wait: the
@@ -87,18 +87,18 @@ def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
         export(stream=torch.cuda.current_stream(device.local_hardware_id).cuda_stream)
 
 
-def behind_torch(device: Device) -> jax.Array:
+def torch_stream_token(device: Device) -> jax.Array:
     """Return a zero on the GPU that is ready when torch's current stream has done its work. A program that takes it runs after that."""
-    return _importer("cuda")(_zero(device.local_hardware_id), device)
+    return _importer("cuda")(_zero_on_gpu(device.local_hardware_id), device)
 
 
 @functools.cache
-def _zero(index: int) -> torch.Tensor:
+def _zero_on_gpu(index: int) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.zeros(1, device=f"cuda:{index}")
 
 
-def cpu() -> Device:
+def cpu_device() -> Device:
     """Return jax's CPU device. Raise a RuntimeError with the remedy if jax has none."""
     return _jax_device("cpu", 0)
 
@@ -110,36 +110,38 @@ def device_of(tensor: torch.Tensor) -> Device:
 
 def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Array:
     if tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_meta:
-        raise ValueError(f"to_jax: {_title(tensor, name)} {_not_exportable(tensor)}")
-    if why := shortage(tensor):
-        raise ValueError(f"to_jax: {_title(tensor, name)} cannot be read: {why}. Pass a tensor whose storage was not resized.")
-    if _wraps_others(tensor):
+        raise ValueError(f"to_jax: {_tensor_title(tensor, name)} {_why_not_exportable(tensor)}")
+    if why := why_unreadable(tensor):
+        raise ValueError(f"to_jax: {_tensor_title(tensor, name)} cannot be read: {why}. Pass a tensor whose storage was not resized.")
+    if _has_no_address(tensor):
         if copy is False:
             raise ValueError(
-                f"to_jax: {_title(tensor, name)} is a {type(tensor).__name__} without memory of its own. Pass copy=None, or a plain tensor."
+                f"to_jax: {_tensor_title(tensor, name)} is a {type(tensor).__name__} without memory of its own. Pass copy=None, or a "
+                "plain tensor."
             )
-        tensor, copy = with_memory(tensor), None
+        tensor, copy = with_dense_storage(tensor), None
     if tensor.is_conj() or tensor.is_neg():
         # A DLPack capsule has no such bits: jax would get the memory without the conjugation or negation.
         if copy is False:
             raise ValueError(
-                f"to_jax: {_title(tensor, name)} is a lazy conjugate or negative. Pass copy=None, or resolve_conj()/resolve_neg() first."
+                f"to_jax: {_tensor_title(tensor, name)} is a lazy conjugate or negative. Pass copy=None, or "
+                "resolve_conj()/resolve_neg() first."
             )
         tensor, copy = tensor.resolve_conj().resolve_neg(), None
     if copy:
         tensor = tensor.clone()
-    importer, device, alignment = _route(tensor.device)
+    importer, device, alignment = _import_method(tensor.device)
     try:
         if tensor.data_ptr() % alignment:
             raise ValueError("unaligned")  # jax would copy the tensor, or raise an error of its own
         return importer(tensor, device)
     except (RuntimeError, ValueError, BufferError) as error:
         if copy is False:
-            raise ValueError(f"to_jax: {_title(tensor, name)} {_reason(tensor, error)}") from error
+            raise ValueError(f"to_jax: {_tensor_title(tensor, name)} {_why_not_aliased(tensor, error)}") from error
     return importer(tensor.clone(memory_format=torch.contiguous_format), device)
 
 
-def _wraps_others(tensor: torch.Tensor) -> bool:
+def _has_no_address(tensor: torch.Tensor) -> bool:
     """Return whether a tensor with elements has no address: a subclass that wraps other tensors, or lazy zeros."""
     try:
         return not torch.Tensor.data_ptr(tensor) and tensor.numel() > 0
@@ -147,7 +149,7 @@ def _wraps_others(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _not_exportable(tensor: torch.Tensor) -> str:
+def _why_not_exportable(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "is on the meta device and has no memory. Materialize it first (to_empty)."
     if tensor.layout is not torch.strided:
@@ -155,7 +157,7 @@ def _not_exportable(tensor: torch.Tensor) -> str:
     return "requires grad, and jax cannot see torch's graph. Pass tensor.detach()."
 
 
-def _reason(tensor: torch.Tensor, error: Exception) -> str:
+def _why_not_aliased(tensor: torch.Tensor, error: Exception) -> str:
     remedy = "Pass copy=None to copy where needed, or"
     if not _is_dense(tensor):
         return f"has strides {tensor.stride()}, which leave gaps or overlap; jax reads dense memory only. {remedy} contiguous()."
@@ -235,7 +237,7 @@ def _jax_device(platform: str, index: int) -> Device:
 
 
 @functools.cache
-def _route(device: torch.device) -> tuple[Callable[[torch.Tensor, Device], jax.Array], Device, int]:
+def _import_method(device: torch.device) -> tuple[Callable[[torch.Tensor, Device], jax.Array], Device, int]:
     """Return, for tensors on one torch device, the function that imports them, the jax device, and the alignment that it needs."""
     platform = device.type
     return _importer(platform), _jax_device(platform, device.index or 0), ALIGNMENT if platform == "cpu" else ALIGNMENT_GPU
@@ -261,7 +263,7 @@ def _raw_importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array] 
 
     def ordered(tensor: torch.Tensor, device: Device) -> jax.Array:
         number = device.get_stream_for_external_ready_events()  # jax waits for this stream before it reads the array
-        _stream(number, tensor.device).wait_stream(torch.cuda.current_stream(tensor.device.index))
+        _external_stream(number, tensor.device).wait_stream(torch.cuda.current_stream(tensor.device.index))
         return from_capsule(capsule(tensor), device, number, False)
 
     importer = fast if platform == "cpu" else ordered
@@ -275,8 +277,8 @@ def _raw_importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array] 
 
 
 @functools.cache
-def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(number, device=device)
+def _external_stream(handle: int, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, device=device)
 
 
 def _public_import(tensor: torch.Tensor, device: Device) -> jax.Array:
@@ -294,7 +296,7 @@ def _exporter() -> Callable[[jax.Array], torch.Tensor]:
 
 def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
     """Return an export of arrays by private calls, or None if they do not work here. Arrays on a GPU take the public function."""
-    calls = _cpu_calls()
+    calls = _capsule_calls()
     if calls is None:
         return None
     to_capsule, from_capsule = calls
@@ -307,7 +309,7 @@ def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
 
 
 @functools.cache
-def _cpu_calls() -> tuple[Callable[[jax.Array, None], object], Callable[[object], torch.Tensor]] | None:
+def _capsule_calls() -> tuple[Callable[[jax.Array, None], object], Callable[[object], torch.Tensor]] | None:
     """Return the calls from an array to a capsule and from the capsule to a tensor; None if they do not work here."""
     to_capsule, from_capsule = capsule_from_array, tensor_from_capsule
     if to_capsule is None:
@@ -315,12 +317,12 @@ def _cpu_calls() -> tuple[Callable[[jax.Array, None], object], Callable[[object]
     try:
         # The first export may happen inside a function that jax traces, or under a transfer guard.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-            probe = jax.numpy.zeros(ALIGNMENT, device=cpu())
+            probe = jax.numpy.zeros(ALIGNMENT, device=cpu_device())
         found = from_capsule(to_capsule(probe, None)).data_ptr() == probe.unsafe_buffer_pointer()
         return (to_capsule, from_capsule) if found else None
     except (TypeError, RuntimeError, ValueError):
         return None
 
 
-def _title(tensor: torch.Tensor, name: str) -> str:
+def _tensor_title(tensor: torch.Tensor, name: str) -> str:
     return f"tensor {name!r} {tuple(tensor.shape)}" if name else f"the tensor of shape {tuple(tensor.shape)}"

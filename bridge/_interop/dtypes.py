@@ -38,39 +38,39 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 # The dtypes that torch and jax share. An array of another dtype, such as a random key, cannot become a tensor.
-_TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-_TYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
-IN_TORCH = {str(numpy_dtype(t)): t for t in _TYPES}
+_SHARED_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+_SHARED_DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+TORCH_DTYPES = {str(numpy_dtype(t)): t for t in _SHARED_DTYPES}
 
 
-def crosses(aval: HasDtype) -> bool:
+def exists_in_torch(aval: HasDtype) -> bool:
     """Return whether torch has the dtype of an array."""
-    return str(aval.dtype) in IN_TORCH
+    return str(aval.dtype) in TORCH_DTYPES
 
 
-_NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
+_TO_32BIT = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
 
-def is_wide(x: HasDtype) -> bool:
+def is_64bit(x: HasDtype) -> bool:
     """Return whether a tensor or an array has a 64-bit dtype, or complex128."""
     return str(x.dtype).removeprefix("torch.") in ("float64", "int64", "uint64", "complex128")
 
 
-def keeps(asked: bool | None, flag: bool, given: Iterable[HasDtype]) -> bool:
+def keeps_64bit(requested: bool | None, x64_flag: bool, inputs: Iterable[HasDtype]) -> bool:
     """Return whether a program keeps 64-bit types: as requested, else if jax's x64 flag is on or an input has a 64-bit dtype."""
-    return asked if asked is not None else flag or any(map(is_wide, given))
+    return requested if requested is not None else x64_flag or any(map(is_64bit, inputs))
 
 
-def narrow(leaf: _T) -> _T | torch.Tensor | jax.Array:
+def to_32bit(leaf: _T) -> _T | torch.Tensor | jax.Array:
     """Return a tensor or an array with its 64-bit dtype made 32-bit; anything else unchanged."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and is_wide(leaf):
+        return leaf.to(_TO_32BIT.get(leaf.dtype, leaf.dtype))
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and is_64bit(leaf):
         return leaf.astype(str(leaf.dtype).replace("64", "32").replace("128", "64"))
     return leaf
 
 
-def canonical(x: object) -> jax.Array:
+def canonicalize_dtype(x: object) -> jax.Array:
     """Return an array with the dtype that `jax.jit` would give it: 64-bit only if x64 is on."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-def known_to_flax(kind: type[_T], to_state_dict: Callable[[_T], object], from_state_dict: Callable[[_T, Any], _T]) -> None:
+def register_with_flax(kind: type[_T], to_state_dict: Callable[[_T], object], from_state_dict: Callable[[_T, Any], _T]) -> None:
     """Register a type with flax if flax is imported already. This does not import flax."""
     flax: Any = sys.modules.get("flax.serialization")
     if getattr(flax, "register_serialization_state", None) is not None and not flax.is_serializable(kind):

@@ -15,20 +15,20 @@ storage_of, offset_of = torch.Tensor.untyped_storage, torch.Tensor.storage_offse
 _bytes_of, _is_contiguous = torch.Tensor.nbytes.__get__, torch.Tensor.is_contiguous  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shortage(tensor: torch.Tensor) -> str:
+def why_unreadable(tensor: torch.Tensor) -> str:
     """Return why the elements of a tensor cannot be read, for an error message; '' if the storage holds them all.
 
     A tensor without a storage of its own (sparse, or a subclass that wraps other tensors) counts as readable.
     """
     try:
-        held = len(storage_of(tensor))
+        storage_bytes = len(storage_of(tensor))
     except RuntimeError:
         return ""
     needed = bytes_needed(tensor)
-    if held >= needed:
+    if storage_bytes >= needed:
         return ""
-    state = "was freed" if not held else "is too small"
-    return f"its memory {state} (its storage was resized to {held} bytes, and its elements need {needed})"
+    problem = "was freed" if not storage_bytes else "is too small"
+    return f"its memory {problem} (its storage was resized to {storage_bytes} bytes, and its elements need {needed})"
 
 
 def bytes_needed(tensor: torch.Tensor) -> int:
@@ -39,12 +39,12 @@ def bytes_needed(tensor: torch.Tensor) -> int:
     return int(offset_of(tensor) + last + 1) * tensor.element_size()
 
 
-def first_short(tensors: Sequence[torch.Tensor]) -> int | None:
+def first_unreadable(tensors: Sequence[torch.Tensor]) -> int | None:
     """Return the position of the first tensor whose elements cannot be read; None if all can."""
     try:
-        whole = not any(map(offset_of, tensors)) and all(map(_is_contiguous, tensors))
-        if whole and list(map(len, map(storage_of, tensors))) == list(map(_bytes_of, tensors)):
+        are_dense_from_start = not any(map(offset_of, tensors)) and all(map(_is_contiguous, tensors))
+        if are_dense_from_start and list(map(len, map(storage_of, tensors))) == list(map(_bytes_of, tensors)):
             return None
     except RuntimeError:  # a tensor has no storage
         pass
-    return next((i for i, tensor in enumerate(tensors) if shortage(tensor)), None)
+    return next((i for i, tensor in enumerate(tensors) if why_unreadable(tensor)), None)

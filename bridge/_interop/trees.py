@@ -12,10 +12,10 @@ from jax.tree_util import KeyPath
 
 from bridge import _process
 from bridge._ir.types import PyTree
-from bridge._names import mapping, near, nest, path_name, tied_names, unnest
+from bridge._names import check_nested_dict, did_you_mean, nest, path_name, tied_names, unnest
 
 from . import dlpack
-from .containers import holds
+from .containers import path_to_instance
 
 
 def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str, Any]:
@@ -60,17 +60,21 @@ def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
       TypeError: buffers is no dict.
       ValueError: A name is missing, is no buffer of the module, or has another shape.
     """
-    new, own = unnest(mapping(buffers, "write_buffers: buffers", "module_buffers")), dict(module.named_buffers())
-    if new.keys() != own.keys():
-        wrong = sorted(new.keys() ^ own.keys())
+    new, module_buffers_by_name = (
+        unnest(check_nested_dict(buffers, "write_buffers: buffers", "module_buffers")),
+        dict(module.named_buffers()),
+    )
+    if new.keys() != module_buffers_by_name.keys():
+        wrong = sorted(new.keys() ^ module_buffers_by_name.keys())
         raise ValueError(
-            f"write_buffers: {wrong[0]!r} is {'missing' if wrong[0] in own else 'no buffer of the module'} ({len(wrong)} such)."
+            f"write_buffers: {wrong[0]!r} is {'missing' if wrong[0] in module_buffers_by_name else 'no buffer of the module'} "
+            f"({len(wrong)} such)."
         )
-    for name, buffer in own.items():
+    for name, buffer in module_buffers_by_name.items():
         if tuple(new[name].shape) != tuple(buffer.shape):
             raise ValueError(f"write_buffers: {name!r} has shape {tuple(new[name].shape)}; expected {tuple(buffer.shape)}.")
     with torch.no_grad():
-        for name, buffer in own.items():
+        for name, buffer in module_buffers_by_name.items():
             buffer.copy_(dlpack.to_torch(new[name].block_until_ready(), copy=None))
 
 
@@ -95,7 +99,7 @@ def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
         stay torch tensors without notice.
       RuntimeError: jax does not see the device of a tensor.
     """
-    return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _opened("to_jax", tree, torch.Tensor), copy)
+    return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _expand_modules("to_jax", tree, torch.Tensor), copy)
 
 
 def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
@@ -114,7 +118,7 @@ def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
       ValueError: The array was donated or deleted, is a tracer, is sharded over several devices, or has a dtype that torch lacks.
       TypeError: As in `to_jax`.
     """
-    return dlpack.to_torch(tree if isinstance(tree, jax.Array) else _opened("to_torch", tree, jax.Array), copy)
+    return dlpack.to_torch(tree if isinstance(tree, jax.Array) else _expand_modules("to_torch", tree, jax.Array), copy)
 
 
 def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
@@ -132,17 +136,17 @@ def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
         (float32 for a bfloat16 parameter: cast it first). Nothing is changed then.
     """
     what = "load_module_tree"
-    given = {name: x for name, x in unnest(mapping(tree, f"{what}: tree", "module_tree")).items() if x is not None}
+    new_values = {name: x for name, x in unnest(check_nested_dict(tree, f"{what}: tree", "module_tree")).items() if x is not None}
     params, ties = dict(module.named_parameters()), tied_names(module)
-    for name in given:
+    for name in new_values:
         if name not in params:
-            hint = f"It is tied to {ties[name]!r}; give it once, under that name." if name in ties else near(name, params)
+            hint = f"It is tied to {ties[name]!r}; give it once, under that name." if name in ties else did_you_mean(name, params)
             raise ValueError(f"{what}: the module has no parameter {name!r}. {hint}")
     for name, p in params.items():
-        if name not in given:
-            raise ValueError(f"{what}: the tree has no {name!r}, of shape {tuple(p.shape)}. {near(name, given)}")
+        if name not in new_values:
+            raise ValueError(f"{what}: the tree has no {name!r}, of shape {tuple(p.shape)}. {did_you_mean(name, new_values)}")
     with _process.x64():
-        arrays = {name: jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for name, x in given.items()}
+        arrays = {name: jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for name, x in new_values.items()}
     tensors = dlpack.to_torch(arrays, copy=None)
     for name, p in params.items():
         x = tensors[name]
@@ -154,20 +158,21 @@ def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
             p.copy_(tensors[name])
 
 
-def _opened(what: str, tree: PyTree, kind: type) -> PyTree:
+def _expand_modules(function_name: str, tree: PyTree, kind: type) -> PyTree:
     """Return the tree with each module replaced by the nested dict of its parameters."""
 
-    def opened(path: KeyPath, x: object) -> object:
+    def expand(path: KeyPath, x: object) -> object:
         if isinstance(x, torch.Tensor | jax.Array):
             return x
         if isinstance(x, torch.nn.Module) and kind is torch.Tensor:
             return nest((name, p.detach()) for name, p in x.named_parameters())
-        if not isinstance(x, torch.nn.Module) and holds(x, kind) is not None:
+        if not isinstance(x, torch.nn.Module) and path_to_instance(x, kind) is not None:
             name = path_name(path)
             raise TypeError(
-                f"{what}: {f'leaf {name!r}' if name else 'the tree'} is a {type(x).__name__}, which holds arrays but is no pytree to jax. "
+                f"{function_name}: {f'leaf {name!r}' if name else 'the tree'} is a {type(x).__name__}, which holds arrays but is no "
+                "pytree to jax. "
                 "Register it (jax.tree_util.register_dataclass), or give a dict of its values."
             )
         return x
 
-    return jax.tree_util.tree_map_with_path(opened, tree)
+    return jax.tree_util.tree_map_with_path(expand, tree)

@@ -17,44 +17,44 @@ ELEMENTWISE = frozenset({
 # fmt: on
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-_JOINS = frozenset({"concatenate", "stack"})  # with one operand they only change its shape
+_CONCATENATIONS = frozenset({"concatenate", "stack"})  # with one operand they only change its shape
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def body_of(eqn: Eqn) -> Jaxpr | ClosedJaxpr | None:
+def called_jaxpr(eqn: Eqn) -> Jaxpr | ClosedJaxpr | None:
     """Return the jaxpr that an equation calls, or None where it calls none."""
     return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
 
 
-def keeps_elements(eqn: Eqn) -> bool:
+def is_reshape(eqn: Eqn) -> bool:
     """Return whether the result has all elements of the first operand, in the same order. Its shape may differ."""
     turned = eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
     return eqn.primitive.name in RESHAPING and not turned and aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
 
 
-def spreads(eqn: Eqn, size: int) -> bool:
+def is_broadcast(eqn: Eqn, size: int) -> bool:
     """Return whether an equation broadcasts a scalar to an array of `size` elements."""
     return eqn.primitive.name == "broadcast_in_dim" and (aval_of(eqn.invars[0]).size, aval_of(eqn.outvars[0]).size) == (1, size)
 
 
-def fuses(eqn: Eqn) -> bool:
+def is_fusible(eqn: Eqn) -> bool:
     """Return whether XLA computes an equation within the loop of its consumer and stores no result for it.
 
     This holds where each element of the result is computed from at most one element of each operand.
     """
     name = eqn.primitive.name
-    return name in ELEMENTWISE or name in RESHAPING or (name in _JOINS and len(eqn.invars) == 1)
+    return name in ELEMENTWISE or name in RESHAPING or (name in _CONCATENATIONS and len(eqn.invars) == 1)
 
 
-def reduces(eqn: Eqn, size: int) -> bool:
+def is_full_reduction(eqn: Eqn, size: int) -> bool:
     """Return whether an equation reduces all `size` elements of an array to a scalar, in any order."""
     return eqn.primitive.name in REDUCTIONS and (aval_of(eqn.invars[0]).size, aval_of(eqn.outvars[0]).size) == (size, 1)
 
 
-def elementwise(eqn: Eqn, size: int) -> bool:
+def is_elementwise(eqn: Eqn, size: int) -> bool:
     """Return whether an equation is elementwise on arrays of `size` elements and scalars."""
     return eqn.primitive.name in ELEMENTWISE and {aval_of(v).size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
 
 
 # Primitives that turn an array of equal elements into another one.
-_KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
+UNIFORM_PRESERVING = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})

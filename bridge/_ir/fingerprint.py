@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .classify import elementwise, keeps_elements, reduces, spreads
-from .jaxpr import _ADDRESS, slice_of
+from .classify import is_broadcast, is_elementwise, is_full_reduction, is_reshape
+from .jaxpr import OBJECT_ADDRESS, backward_slice
 from .types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Var, aval_of
 
 
-class Shapeless:
+class ShapeFreeText:
     """The text of what a jaxpr computes for one leaf, without the leaf's shape.
 
     Args:
@@ -32,7 +32,7 @@ class Shapeless:
         jaxpr: Jaxpr = closed.jaxpr
         constants = zip(jaxpr.constvars, closed.consts, strict=True)
         self._eqns = jaxpr.eqns
-        self._names = {var: (constant_text(value) + kind_text(var.aval), False) for var, value in constants} | dict(inputs)
+        self._names = {var: (constant_text(value) + aval_text(var.aval), False) for var, value in constants} | dict(inputs)
 
     def text(self, results: Sequence[tuple[str, Atom]]) -> str | None:
         """Return one line for each equation, then one for each result. Return None where an equation depends on the leaf's shape."""
@@ -41,15 +41,15 @@ class Shapeless:
 
         def read(v: Atom) -> tuple[str, bool]:
             if isinstance(v, Literal):
-                return f"{v.val if np.ndim(v.val) == 0 else constant_text(v.val)}:{kind_text(v.aval)}", False
+                return f"{v.val if np.ndim(v.val) == 0 else constant_text(v.val)}:{aval_text(v.aval)}", False
             return names[v]
 
-        for eqn in slice_of(self._eqns, [var for _, var in results]):
+        for eqn in backward_slice(self._eqns, [var for _, var in results]):
             operands = [read(v) for v in eqn.invars]
             line, of_leaf = self._line(eqn, operands)
             if line is None:
                 return None
-            if keeps_elements(eqn) and (of_leaf or aval_of(eqn.outvars[0]).size == 1):
+            if is_reshape(eqn) and (of_leaf or aval_of(eqn.outvars[0]).size == 1):
                 names[eqn.outvars[0]] = operands[0]
                 continue
             for position, out in enumerate(eqn.outvars):
@@ -62,53 +62,52 @@ class Shapeless:
         size, of_leaf = self._size, any(large for _, large in operands)
         dtypes = [str(aval_of(v).dtype) for v in eqn.outvars]
         plain = f"{eqn.primitive.name} {[name for name, _ in operands]} -> {dtypes}"
-        if elementwise(eqn, size) and all(large or aval_of(v).size == 1 for v, (_, large) in zip(eqn.invars, operands, strict=True)):
+        if is_elementwise(eqn, size) and all(large or aval_of(v).size == 1 for v, (_, large) in zip(eqn.invars, operands, strict=True)):
             return f"{plain} {params_text(eqn.params)}", of_leaf
-        if spreads(eqn, size):
+        if is_broadcast(eqn, size):
             return f"spread {plain}", True
         if of_leaf:
-            if reduces(eqn, size):
+            if is_full_reduction(eqn, size):
                 return plain, False
-            return (plain if keeps_elements(eqn) else None), True
-        exact = [kind_text(v.aval) for v in (*eqn.invars, *eqn.outvars)]
+            return (plain if is_reshape(eqn) else None), True
+        exact = [aval_text(v.aval) for v in (*eqn.invars, *eqn.outvars)]
         return f"{plain} {params_text(eqn.params)} {exact}", False
 
 
-def params_text(params: Mapping[str, object], like: tuple[int, ...] | None = None) -> str:
+def params_text(params: Mapping[str, object], leaf_shape: tuple[int, ...] | None = None) -> str:
     """Return the parameters of an equation as text. The shape `leaf_shape` is written as L."""
-    return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
+    return ", ".join(f"{name}={_param_text(value, leaf_shape)}" for name, value in sorted(params.items()))
 
 
-def _param(value: object, like: tuple[int, ...] | None = None) -> str:
-    if isinstance(value, tuple) and value == like:
+def _param_text(value: object, leaf_shape: tuple[int, ...] | None = None) -> str:
+    if isinstance(value, tuple) and value == leaf_shape:
         return "L"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_param(v, like) for v in cast(Sequence[object], value))})"
+        return f"({', '.join(_param_text(v, leaf_shape) for v in cast(Sequence[object], value))})"
     body = getattr(value, "jaxpr", value)
     if hasattr(body, "eqns"):
         jaxpr = cast(Jaxpr, body)
         names = {var: f"a{i}" for i, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
         def read(v: Atom) -> str:
-            return f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v]
+            return f"{v.val}:{aval_text(v.aval, leaf_shape)}" if isinstance(v, Literal) else names[v]
 
         lines: list[str] = []
         for n, eqn in enumerate(jaxpr.eqns):
             operands = ", ".join(map(read, eqn.invars))
-            kinds = [kind_text(v.aval, like) for v in eqn.outvars]
-            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kinds}")
+            kinds = [aval_text(v.aval, leaf_shape) for v in eqn.outvars]
+            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, leaf_shape)}] {operands} -> {kinds}")
             names |= {out: f"%{n}.{i}" for i, out in enumerate(eqn.outvars)}
         constants = list(map(constant_text, getattr(value, "consts", ())))
         return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, jaxpr.outvars))}}}"
-    return _ADDRESS.sub("", str(value))
+    return OBJECT_ADDRESS.sub("", str(value))
 
 
-def kind_text(aval: object, like: tuple[int, ...] | None = None) -> str:
+def aval_text(aval: object, leaf_shape: tuple[int, ...] | None = None) -> str:
     """Return the dtype, shape and weak type of an abstract value as text. The shape `leaf_shape` is written as L."""
     shape = getattr(aval, "shape", None)
-    return (
-        f"{getattr(aval, 'dtype', aval)}{'L' if shape == like and shape != () else shape}{'w' if getattr(aval, 'weak_type', False) else ''}"
-    )
+    shown = "L" if shape == leaf_shape and shape != () else shape
+    return f"{getattr(aval, 'dtype', aval)}{shown}{'w' if getattr(aval, 'weak_type', False) else ''}"
 
 
 def constant_text(value: Array) -> str:

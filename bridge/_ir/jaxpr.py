@@ -13,39 +13,39 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from .classify import _KEEPS_THE_NUMBER, ELEMENTWISE, REDUCTIONS, RESHAPING, body_of
-from .queries import branches_to_select, is_late, properties_of
+from .classify import ELEMENTWISE, REDUCTIONS, RESHAPING, UNIFORM_PRESERVING, called_jaxpr
+from .queries import branches_to_select, must_inline, properties_of
 from .types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, PyTree, Var, aval_of, open_jaxpr
 
 Value = TypeVar("Value")
 
-_BODIES = ("jaxpr", "call_jaxpr")
+_BODY_PARAMS = ("jaxpr", "call_jaxpr")
 _CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
 _LOOPS = frozenset({"scan"})
 
 
-def throughout(jaxpr: Jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]) -> Jaxpr:
+def rewrite_bottom_up(jaxpr: Jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]) -> Jaxpr:
     """Apply `rewrite` to the jaxprs within a jaxpr, then to the jaxpr itself. A jaxpr that several equations call is rewritten once."""
     known: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
     def visited(program: Jaxpr) -> Jaxpr:
         if id(program) not in known:
-            eqns = [_inside(eqn, visited) for eqn in program.eqns]
-            known[id(program)] = program, rewrite(replaced(program, eqns))
+            eqns = [_rewrite_bodies(eqn, visited) for eqn in program.eqns]
+            known[id(program)] = program, rewrite(with_eqns(program, eqns))
         return known[id(program)][1]
 
     return visited(jaxpr)
 
 
-def replaced(jaxpr: Jaxpr, eqns: list[Eqn]) -> Jaxpr:
+def with_eqns(jaxpr: Jaxpr, eqns: list[Eqn]) -> Jaxpr:
     """Return the jaxpr with these equations, or the same object where the equations are its own."""
     same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
-def _inside(eqn: Eqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+def _rewrite_bodies(eqn: Eqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> Eqn:
     """Rewrite each jaxpr that an equation calls or loops over. Return the same equation where none changes."""
-    for key, body in bodies(eqn, _CALLS | _LOOPS):
+    for key, body in jaxpr_params(eqn, _CALLS | _LOOPS):
         new = rewrite(body)
         if new is not body:
             given = eqn.params[key]
@@ -53,49 +53,49 @@ def _inside(eqn: Eqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> Eqn:
     return eqn
 
 
-def bodies(eqn: Eqn, names: frozenset[str] = _CALLS) -> list[tuple[str, Jaxpr]]:
+def jaxpr_params(eqn: Eqn, primitives: frozenset[str] = _CALLS) -> list[tuple[str, Jaxpr]]:
     """Return the jaxprs that an equation calls, each with the name of its parameter. Their inputs are the equation's."""
-    keys = [key for key in _BODIES if key in eqn.params] if eqn.primitive.name in names else []
+    keys = [key for key in _BODY_PARAMS if key in eqn.params] if eqn.primitive.name in primitives else []
     return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
 
 
-def is_plain(eqn: Eqn) -> bool:
+def is_replaceable(eqn: Eqn) -> bool:
     """Return whether another equation may replace this one: it reads no literal and prescribes no sharding of its result."""
     return eqn.params.get("out_sharding") is None and not any(isinstance(v, Literal) for v in eqn.invars)
 
 
-def instead(eqn: Eqn, invars: Sequence[Atom], function: Callable[..., jax.Array]) -> Eqn:
+def replace_eqn(eqn: Eqn, invars: Sequence[Atom], function: Callable[..., jax.Array]) -> Eqn:
     """Return an equation that calls `function` on `invars` and defines the outputs of `eqn`."""
     like = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in invars]
     (call,) = jax.make_jaxpr(jax.jit(function))(*like).jaxpr.eqns
     return call.replace(invars=list(invars), outvars=eqn.outvars, source_info=eqn.source_info)
 
 
-_PLAIN = ELEMENTWISE | RESHAPING | REDUCTIONS  # one result, and no jaxpr among the parameters
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_BINDABLE = ELEMENTWISE | RESHAPING | REDUCTIONS  # one result, and no jaxpr among the parameters
+OBJECT_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _each(eqn: Eqn) -> bool:
+def _always(eqn: Eqn) -> bool:
     return True
 
 
-def inlined(jaxpr: Jaxpr, consts: Sequence[Array], wanted: Callable[[Eqn], bool] = _each) -> ClosedJaxpr:
+def inline_calls(jaxpr: Jaxpr, consts: Sequence[Array], should_inline: Callable[[Eqn], bool] = _always) -> ClosedJaxpr:
     """Inline the calls for which `should_inline` holds, and close the jaxpr over its constants."""
     arguments = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in jaxpr.invars]
 
     def run(*inputs: jax.Array) -> list[Array]:
-        return _run(jaxpr, consts, inputs, wanted)
+        return _eval_jaxpr(jaxpr, consts, inputs, should_inline)
 
     return jax.make_jaxpr(run)(*arguments)
 
 
-def traced(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJaxpr, PyTree]:
+def trace_to_jaxpr(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJaxpr, PyTree]:
     """Trace as `jax.make_jaxpr(function, return_shape=True)(*arguments)`, with every equation inlined for which `must_inline` holds."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    return inlined(closed.jaxpr, closed.consts, is_late) if properties_of(closed).has_late_call else closed, result
+    return inline_calls(closed.jaxpr, closed.consts, must_inline) if properties_of(closed).has_call_to_inline else closed, result
 
 
-def chosen(index: Array, results: Sequence[Sequence[Array]]) -> list[Array]:
+def select_branch(index: Array, results: Sequence[Sequence[Array]]) -> list[Array]:
     """Select the results of branch `index` from the results of all branches. The index is clamped, as in `jax.lax.switch`."""
     if len(results) == 1:
         return list(results[0])
@@ -103,18 +103,20 @@ def chosen(index: Array, results: Sequence[Sequence[Array]]) -> list[Array]:
     return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Array], inputs: Sequence[Array], wanted: Callable[[Eqn], bool] = _each) -> list[Array]:
-    read = in_turn(jaxpr.eqns, at_start(jaxpr, consts, inputs), lambda eqn, operands: apply(jaxpr, eqn, operands, wanted))
+def _eval_jaxpr(
+    jaxpr: Jaxpr, consts: Sequence[Array], inputs: Sequence[Array], should_inline: Callable[[Eqn], bool] = _always
+) -> list[Array]:
+    read = eval_eqns(jaxpr.eqns, initial_env(jaxpr, consts, inputs), lambda eqn, operands: eval_eqn(jaxpr, eqn, operands, should_inline))
     return list(map(read, jaxpr.outvars))
 
 
-def at_start(jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> dict[Var, Value]:
+def initial_env(jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> dict[Var, Value]:
     """Return the values of the constants and inputs by variable, from which the evaluation of a jaxpr begins."""
     return dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
 
-def in_turn(
-    eqns: Iterable[Eqn], values: dict[Var, Value], found: Callable[[Eqn, list[Value | np.ndarray]], Iterable[Value]]
+def eval_eqns(
+    eqns: Iterable[Eqn], env: dict[Var, Value], evaluate: Callable[[Eqn, list[Value | np.ndarray]], Iterable[Value]]
 ) -> Callable[[Atom], Value | np.ndarray]:
     """Evaluate equations in order with an interpreter, and return a function that reads the value of a variable or literal.
 
@@ -125,99 +127,99 @@ def in_turn(
     """
 
     def read(v: Atom) -> Value | np.ndarray:
-        return literal(v) if isinstance(v, Literal) else values[v]
+        return literal_value(v) if isinstance(v, Literal) else env[v]
 
     for eqn in eqns:
-        values |= zip(eqn.outvars, found(eqn, list(map(read, eqn.invars))), strict=True)
+        env |= zip(eqn.outvars, evaluate(eqn, list(map(read, eqn.invars))), strict=True)
     return read
 
 
-def apply(jaxpr: Jaxpr, eqn: Eqn, operands: Sequence[Array], wanted: Callable[[Eqn], bool] = _each) -> list[Array]:
+def eval_eqn(jaxpr: Jaxpr, eqn: Eqn, operands: Sequence[Array], should_inline: Callable[[Eqn], bool] = _always) -> list[Array]:
     """Return the results of one equation. Operands may have other shapes than in the jaxpr. Inline it if `should_inline` holds."""
-    branches = branches_to_select(eqn) if wanted(eqn) else None
+    branches = branches_to_select(eqn) if should_inline(eqn) else None
     if branches is not None:
-        return chosen(operands[0], [_run(each.jaxpr, each.consts, operands[1:], wanted) for each in branches])
-    body = body_of(eqn) if wanted(eqn) else None
+        return select_branch(operands[0], [_eval_jaxpr(each.jaxpr, each.consts, operands[1:], should_inline) for each in branches])
+    body = called_jaxpr(eqn) if should_inline(eqn) else None
     if body is not None:
-        return _run(open_jaxpr(body), getattr(body, "consts", ()), operands, wanted)
-    if eqn.primitive.name in _PLAIN:
-        return bound(eqn, *(v.val if isinstance(v, Literal) else x for v, x in zip(eqn.invars, operands, strict=True)))
+        return _eval_jaxpr(open_jaxpr(body), getattr(body, "consts", ()), operands, should_inline)
+    if eqn.primitive.name in _BINDABLE:
+        return bind(eqn, *(v.val if isinstance(v, Literal) else x for v, x in zip(eqn.invars, operands, strict=True)))
     given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]
     alone = jaxpr.replace(constvars=[], invars=[v for v, _ in given], outvars=eqn.outvars, eqns=[eqn])
     function = cast(Callable[..., list[Array]], jaxpr_as_fun(ClosedJaxpr(alone, [])))
     return function(*(x for _, x in given))
 
 
-def bound(eqn: Eqn, *operands: Array) -> list[Array]:
+def bind(eqn: Eqn, *operands: Array) -> list[Array]:
     """Bind the primitive of an equation that has no jaxpr among its parameters, and return the results as a list."""
     found = cast(PyTree, eqn.primitive.bind(*operands, **eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def literal(var: Literal) -> np.ndarray:
+def literal_value(var: Literal) -> np.ndarray:
     """Return the value of a literal in its dtype."""
     return np.asarray(var.val, aval_of(var).dtype)
 
 
-def slice_of(eqns: Sequence[Eqn], wanted: Iterable[Atom], given: Iterable[Var] = ()) -> list[Eqn]:
+def backward_slice(eqns: Sequence[Eqn], outputs: Iterable[Atom], available: Iterable[Var] = ()) -> list[Eqn]:
     """Return the equations, in order, that compute the variables `outputs` from the variables `available` and the inputs."""
-    return slices(eqns)(wanted, set(given))
+    return make_slicer(eqns)(outputs, set(available))
 
 
-class Slices(Protocol):
+class Slicer(Protocol):
     """The type of the functions that `make_slicer` returns."""
 
-    def __call__(self, wanted: Iterable[Atom], given: Container[Var] = frozenset()) -> list[Eqn]: ...
+    def __call__(self, outputs: Iterable[Atom], available: Container[Var] = frozenset()) -> list[Eqn]: ...
 
 
-def slices(eqns: Sequence[Eqn]) -> Slices:
+def make_slicer(eqns: Sequence[Eqn]) -> Slicer:
     """Return a function like `backward_slice` for these equations. Their index is built once; `available` is a set."""
-    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    defining_eqns = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
 
-    def behind(wanted: Iterable[Atom], given: Container[Var] = frozenset()) -> list[Eqn]:
-        todo, found = [v for v in wanted if not isinstance(v, Literal)], set[int]()
+    def slice_to(outputs: Iterable[Atom], available: Container[Var] = frozenset()) -> list[Eqn]:
+        todo, found = [v for v in outputs if not isinstance(v, Literal)], set[int]()
         while todo:
             v = todo.pop()
-            i = None if v in given else made.get(v)
+            i = None if v in available else defining_eqns.get(v)
             if i is not None and i not in found:
                 found.add(i)
                 todo += [u for u in eqns[i].invars if not isinstance(u, Literal)]
         return [eqns[i] for i in sorted(found)]
 
-    return behind
+    return slice_to
 
 
-def source(var: Atom, made: Mapping[Var, Eqn], by_element: Callable[[Eqn], bool], is_array: Callable[[Var], bool]) -> Atom:
+def producer(var: Atom, defining_eqns: Mapping[Var, Eqn], is_elementwise: Callable[[Eqn], bool], is_array: Callable[[Var], bool]) -> Atom:
     """Return the array that `var` is computed from by equations that read one array each, and scalars.
 
     To store this array is enough: `var` can be computed again from it.
     """
-    while isinstance(var, Var) and var in made and by_element(made[var]):
-        arrays = {v for v in made[var].invars if not isinstance(v, Literal) and is_array(v)}
+    while isinstance(var, Var) and var in defining_eqns and is_elementwise(defining_eqns[var]):
+        arrays = {v for v in defining_eqns[var].invars if not isinstance(v, Literal) and is_array(v)}
         if len(arrays) != 1:
             break
         (var,) = arrays
     return var
 
 
-def numbers_of(jaxpr: Jaxpr) -> Callable[[Atom], np.generic | None]:
+def uniform_values(jaxpr: Jaxpr) -> Callable[[Atom], np.generic | None]:
     """Return a function from a variable to the scalar that all its elements equal, in the variable's dtype, or to None."""
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    defining_eqns = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
-    def number(var: Atom) -> np.generic | None:
+    def uniform_value(var: Atom) -> np.generic | None:
         if isinstance(var, Literal):
-            return cast(np.generic, literal(var)[()]) if np.ndim(var.val) == 0 else None
-        eqn = made.get(var)
-        source = number(eqn.invars[0]) if eqn is not None and eqn.primitive.name in _KEEPS_THE_NUMBER else None
+            return cast(np.generic, literal_value(var)[()]) if np.ndim(var.val) == 0 else None
+        eqn = defining_eqns.get(var)
+        source = uniform_value(eqn.invars[0]) if eqn is not None and eqn.primitive.name in UNIFORM_PRESERVING else None
         return None if source is None else cast(np.generic, np.asarray(source).astype(aval_of(var).dtype)[()])
 
-    return number
+    return uniform_value
 
 
-_NAME = "maskbridge_part"
+_OUTLINED_NAME = "maskbridge_part"
 
 
-def part(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def outlined(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Jit a function under a name that the outliner knows. The function is traced once, and each call stays one equation.
 
     All that differs from call to call must be an argument.
@@ -229,5 +231,5 @@ def part(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return jax.jit(maskbridge_part)
 
 
-def _is_part(eqn: Eqn) -> bool:
-    return eqn.params.get("name") == _NAME and body_of(eqn) is not None
+def is_outlined(eqn: Eqn) -> bool:
+    return eqn.params.get("name") == _OUTLINED_NAME and called_jaxpr(eqn) is not None

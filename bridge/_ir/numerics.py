@@ -22,7 +22,7 @@ def finfo(dtype: DTypeLike) -> np.finfo:
     return cast(np.finfo, jnp.finfo(dtype))
 
 
-def real(x: jax.Array) -> jax.Array:
+def real_view(x: jax.Array) -> jax.Array:
     """Return half types as float32, complex arrays as their (..., 2) real view, and other arrays unchanged."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([x.real, x.imag], axis=-1)
@@ -30,15 +30,15 @@ def real(x: jax.Array) -> jax.Array:
 
 
 @overload
-def times(x: jax.Array, factor: jax.Array | None) -> jax.Array: ...
+def scale_floating(x: jax.Array, factor: jax.Array | None) -> jax.Array: ...
 @overload
-def times(x: Array, factor: jax.Array | None) -> Array: ...
-def times(x: Array, factor: jax.Array | None) -> Array:
+def scale_floating(x: Array, factor: jax.Array | None) -> Array: ...
+def scale_floating(x: Array, factor: jax.Array | None) -> Array:
     """Multiply a floating or complex array by a scalar, in the array's dtype. Return other arrays unchanged."""
     return x if factor is None or not jnp.issubdtype(x.dtype, jnp.inexact) else x * factor.astype(finfo(x.dtype).dtype)
 
 
-def is_key(x: object) -> bool:
+def is_prng_key(x: object) -> bool:
     """Return whether an array or its abstract value has PRNG keys as elements."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

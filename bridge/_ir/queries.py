@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from .classify import ELEMENTWISE, RESHAPING, body_of, fuses
+from .classify import ELEMENTWISE, RESHAPING, called_jaxpr, is_fusible
 from .types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of, open_jaxpr
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-SMALL = 2**16  # elements of the smallest side or result of a matrix product that counts as large
+SMALL_PRODUCT = 2**16  # elements of the smallest side or result of a matrix product that counts as large
 _SIMPLE = ELEMENTWISE | RESHAPING  # without a jaxpr among the parameters
 _LOOPS = frozenset({"scan", "while"})
 _REDUCTIONS = "reduce", "scatter", "select_and"
@@ -56,7 +56,7 @@ class Properties(NamedTuple):
     has_barrier: bool = False
     has_barrier_in_loop: bool = False
     has_barrier_in_reduction: bool = False
-    has_late_call: bool = False
+    has_call_to_inline: bool = False
     is_elementwise: bool = False
     op_count: float = 0.0
     materialized_elements: float = 0.0
@@ -64,31 +64,31 @@ class Properties(NamedTuple):
 
 
 # Properties that a jaxpr inherits from the jaxprs within it.
-_INHERITED = Properties._fields[: Properties._fields.index("has_late_call")]
-_known: WeakKeyDictionary[Jaxpr, Properties] = WeakKeyDictionary()
+_INHERITED = Properties._fields[: Properties._fields.index("has_call_to_inline")]
+_properties: WeakKeyDictionary[Jaxpr, Properties] = WeakKeyDictionary()
 
 
 def properties_of(jaxpr: Jaxpr | ClosedJaxpr) -> Properties:
     """Return the properties of a jaxpr, closed or open."""
     opened = open_jaxpr(jaxpr)
-    known = _known.get(opened)
+    known = _properties.get(opened)
     if known is None:
-        known = _known[opened] = _walk(opened)
+        known = _properties[opened] = _compute_properties(opened)
     return known
 
 
-def _walk(jaxpr: Jaxpr) -> Properties:
+def _compute_properties(jaxpr: Jaxpr) -> Properties:
     """Compute all properties in one walk over the equations, from last to first."""
-    held: set[str] = set()  # the names of properties that hold
+    true_properties: set[str] = set()  # the names of properties that hold
     used, stored = set(_variables(jaxpr.outvars)), set[Var]()
     op_count, materialized, is_elementwise = 0.0, 0.0, not jaxpr.effects
     for eqn in reversed(jaxpr.eqns):
         read = eqn.invars
         op_count += max(map(_size, eqn.outvars), default=0)
         if eqn.primitive.name not in _SIMPLE:
-            called = None if (body := body_of(eqn)) is None else properties_of(body)
+            called = None if (body := called_jaxpr(eqn)) is None else properties_of(body)
             within = list(map(properties_of, jaxprs_in_params(eqn)))
-            held.update(_held(eqn, within))
+            true_properties.update(_properties_from_eqn(eqn, within))
             op_count += math.inf if eqn.primitive.name in _LOOPS else sum(each.op_count for each in within)
             if called is not None:
                 is_elementwise = is_elementwise and called.is_elementwise
@@ -96,14 +96,14 @@ def _walk(jaxpr: Jaxpr) -> Properties:
                 read = list(compress(read, called.used_inputs))
             else:
                 is_elementwise = is_elementwise and branches_to_select(eqn) is not None
-                if not fuses(eqn):
+                if not is_fusible(eqn):
                     materialized += math.inf if within else 0.0
                     stored.update(_variables((*eqn.invars, *eqn.outvars)))
         if not used.isdisjoint(eqn.outvars):
             used.update(_variables(read))
     materialized += sum(map(_size, stored))
     return Properties(
-        **dict.fromkeys(held, True),
+        **dict.fromkeys(true_properties, True),
         is_elementwise=is_elementwise,
         op_count=op_count,
         materialized_elements=materialized,
@@ -111,7 +111,7 @@ def _walk(jaxpr: Jaxpr) -> Properties:
     )
 
 
-def _held(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
+def _properties_from_eqn(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
     """Yield the names of the properties that hold because of one equation or of the jaxprs within it."""
     name = eqn.primitive.name
     for each in within:
@@ -131,8 +131,8 @@ def _held(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
             yield "has_barrier_in_loop"
         if name.startswith(_REDUCTIONS):
             yield "has_barrier_in_reduction"
-    if is_late(eqn):
-        yield "has_late_call"
+    if must_inline(eqn):
+        yield "has_call_to_inline"
 
 
 def jaxprs_in_params(eqn: Eqn) -> list[Jaxpr]:
@@ -158,7 +158,7 @@ def branches_to_select(eqn: Eqn) -> Sequence[ClosedJaxpr] | None:
     return branches if len(branches) == 1 or all(properties_of(branch).is_elementwise for branch in branches) else None
 
 
-def is_late(eqn: Eqn) -> bool:
+def must_inline(eqn: Eqn) -> bool:
     """Return whether an equation must be inlined before passes see the jaxpr.
 
     This holds for a `cond` with `branches_to_select`, for a call that contains one, and for a call that jax inlines only when it lowers
@@ -166,8 +166,8 @@ def is_late(eqn: Eqn) -> bool:
     """
     if getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE" or branches_to_select(eqn) is not None:
         return True
-    body = body_of(eqn)
-    return body is not None and properties_of(body).has_late_call
+    body = called_jaxpr(eqn)
+    return body is not None and properties_of(body).has_call_to_inline
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def _draws_by_batch(dtype: DTypeLike | None) -> bool:
 def _is_large(eqn: Eqn) -> bool:
     _, (batch, _) = eqn.params["dimension_numbers"]
     each = math.prod(aval_of(eqn.invars[0]).shape[i] for i in batch) or 1
-    return min(aval_of(v).size for v in (*eqn.invars, *eqn.outvars)) > SMALL * each
+    return min(aval_of(v).size for v in (*eqn.invars, *eqn.outvars)) > SMALL_PRODUCT * each
 
 
 def _variables(atoms: Iterable[Atom]) -> Iterator[Var]:
@@ -191,10 +191,10 @@ def _size(v: Atom) -> int:
 
 
 # Primitives any output of which may depend on any input: through an earlier iteration, or through a custom derivative rule.
-_ALL_TO_ALL = frozenset({"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_OUTPUTS_NEED_ALL_INPUTS = frozenset({"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-def reachable_inputs(jaxpr: Jaxpr, outputs: Iterable[int], through_constants: bool = False) -> set[int]:
+def reachable_inputs(jaxpr: Jaxpr, outputs: Iterable[int], through_nondifferentiable: bool = False) -> set[int]:
     """Return the positions of the inputs that the given outputs depend on.
 
     Follow only floating and complex variables and no `stop_gradient`, unless `through_nondifferentiable` is set.
@@ -202,19 +202,23 @@ def reachable_inputs(jaxpr: Jaxpr, outputs: Iterable[int], through_constants: bo
     known: dict[tuple[int, tuple[int, ...]], set[int]] = {}  # by called jaxpr and its outputs
 
     def inexact(v: Var) -> bool:
-        return through_constants or jnp.issubdtype(aval_of(v).dtype, jnp.inexact)
+        return through_nondifferentiable or jnp.issubdtype(aval_of(v).dtype, jnp.inexact)
 
     def reach(jaxpr: Jaxpr, outputs: tuple[int, ...]) -> set[int]:
         wanted = {v for v in _variables(jaxpr.outvars[i] for i in outputs) if inexact(v)}
         for eqn in reversed(jaxpr.eqns):
             hits = tuple(i for i, v in enumerate(eqn.outvars) if v in wanted)
-            if not hits or (eqn.primitive.name == "stop_gradient" and not through_constants):
+            if not hits or (eqn.primitive.name == "stop_gradient" and not through_nondifferentiable):
                 continue
             called = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
             body = getattr(called, "jaxpr", called)
             inner: Iterable[int] = range(len(eqn.invars))
             sizes = len(eqn.invars), len(eqn.outvars)
-            if isinstance(body, Jaxpr) and (len(body.invars), len(body.outvars)) == sizes and eqn.primitive.name not in _ALL_TO_ALL:
+            if (
+                isinstance(body, Jaxpr)
+                and (len(body.invars), len(body.outvars)) == sizes
+                and eqn.primitive.name not in _OUTPUTS_NEED_ALL_INPUTS
+            ):
                 if (id(body), hits) not in known:
                     known[id(body), hits] = reach(body, hits)
                 inner = known[id(body), hits]

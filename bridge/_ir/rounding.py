@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def round_to_nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round float32 to the nearest number of a half type, and return it as float32.
 
     A cast to the half type and back does not do: XLA may drop the pair (its flag xla_allow_excess_precision). `reduce_precision` alone
@@ -33,7 +33,7 @@ def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / smallest) * smallest, rounded)
 
 
-def bfloat16_bits(x: Array, computed: bool = True) -> jax.Array:
+def bfloat16_bits(x: Array, from_arithmetic: bool = True) -> jax.Array:
     """Return the bits of the bfloat16 nearest to each float32, as uint16. Ties round to even.
 
     XLA's own conversion selects between a rounded number and a NaN, and LLVM then makes its vectors shorter.
@@ -44,20 +44,20 @@ def bfloat16_bits(x: Array, computed: bool = True) -> jax.Array:
         be cut to infinity otherwise, and costs time.
     """
     bits = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, 8, 7), np.uint32)
-    return _upper(bits) if computed else _upper(bits) | jnp.minimum(bits.astype(np.uint16), np.uint16(1))
+    return _upper_bits(bits) if from_arithmetic else _upper_bits(bits) | jnp.minimum(bits.astype(np.uint16), np.uint16(1))
 
 
-def of_bits(bits: jax.Array) -> jax.Array:
+def bfloat16_from_bits(bits: jax.Array) -> jax.Array:
     """Return the bfloat16 numbers that have these bits, given as uint16."""
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _upper(x: jax.Array) -> jax.Array:
+def _upper_bits(x: jax.Array) -> jax.Array:
     """Return the upper 16 bits of float32 or uint32."""
     return (jax.lax.bitcast_convert_type(x, np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
-def draws(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+def random_bits(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Return a random uint32 for each element, hashed from its position and a key of two int32 words.
 
     XLA fuses a hash into the loop of the update. jax.random's generators run in loops of their own and take longer than Adam itself.
@@ -65,14 +65,14 @@ def draws(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     Source: the mixing function lowbias32 of https://nullprogram.com/blog/2018/07/31/.
     """
 
-    def mixed(x: jax.Array) -> jax.Array:
+    def mix_bits(x: jax.Array) -> jax.Array:
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             x = (x ^ (x >> jnp.asarray(shift, jnp.uint32))) * jnp.asarray(factor, jnp.uint32)
         return x ^ (x >> jnp.asarray(16, jnp.uint32))
 
     parameter, count = jax.lax.bitcast_convert_type(key, jnp.uint32)
     position = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    return mixed(mixed(position ^ parameter) ^ mixed(count))
+    return mix_bits(mix_bits(position ^ parameter) ^ mix_bits(count))
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
@@ -89,35 +89,35 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     Source: Croci et al., Stochastic rounding: implementation, error analysis and applications, R. Soc. Open Sci. 9 (2022)
     211631, https://doi.org/10.1098/rsos.211631 (mode 1).
     """
-    drawn = draws(x.shape, key)
-    return _stochastic_bfloat16(x, drawn) if dtype == jnp.bfloat16 else _stochastic(x, dtype, drawn)
+    random_words = random_bits(x.shape, key)
+    return _stochastic_bfloat16(x, random_words) if dtype == jnp.bfloat16 else _stochastic_by_gap(x, dtype, random_words)
 
 
-def _stochastic(x: jax.Array, dtype: DTypeLike, drawn: jax.Array) -> jax.Array:
+def _stochastic_by_gap(x: jax.Array, dtype: DTypeLike, random_words: jax.Array) -> jax.Array:
     """Round by comparing the gap to the second nearest number with the error of the nearest.
 
     Unlike adding random bits below the last one and truncating, this works for float16, whose exponent range is smaller than float32's.
     """
-    near, one = nearest(x, dtype), jnp.asarray(1, jnp.uint16)
+    near, one = round_to_nearest(x, dtype), jnp.asarray(1, jnp.uint16)
     bits = jax.lax.bitcast_convert_type(near.astype(dtype), jnp.uint16)
     error = x - near
     # Neighbors of one sign have consecutive bit patterns. The neighbor of either zero is the first number on the side of x.
     beside_zero = jnp.where(x < 0, jnp.asarray(0x8001, jnp.uint16), one)
     stepped = jnp.where(near == 0, beside_zero, jnp.where((error > 0) == (x > 0), bits + one, bits - one))
-    neighbour = jax.lax.bitcast_convert_type(stepped, jnp.dtype(dtype))
-    gap = jnp.abs(neighbour.astype(x.dtype) - near)
-    share = (drawn >> np.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+    neighbor = jax.lax.bitcast_convert_type(stepped, jnp.dtype(dtype))
+    gap = jnp.abs(neighbor.astype(x.dtype) - near)
+    share = (random_words >> np.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
     step = share * gap < jnp.abs(error)
-    return jnp.where(step & jnp.isfinite(neighbour), neighbour, near.astype(dtype))
+    return jnp.where(step & jnp.isfinite(neighbor), neighbor, near.astype(dtype))
 
 
-def _stochastic_bfloat16(x: jax.Array, drawn: jax.Array) -> jax.Array:
+def _stochastic_bfloat16(x: jax.Array, random_words: jax.Array) -> jax.Array:
     """Round as `_stochastic_by_gap` does, by integers: the lower 16 bits are the error in units of 2^-16 of the gap.
 
     Each constant is an operand of XLA's loop, and XLA's CPU compiler writes several results from one loop only if it has few operands.
     """
-    below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: rounded toward zero
+    below, rest = _upper_bits(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: rounded toward zero
     is_below = bfloat16_bits(x) == below
     error = jnp.where(is_below, rest, -rest)
-    step = (_upper(drawn) < error) & (jnp.abs(x) < finfo(jnp.bfloat16).max.astype(np.float32))  # False for NaN
-    return of_bits(below + (is_below == step).astype(np.uint16))
+    step = (_upper_bits(random_words) < error) & (jnp.abs(x) < finfo(jnp.bfloat16).max.astype(np.float32))  # False for NaN
+    return bfloat16_from_bits(below + (is_below == step).astype(np.uint16))

@@ -21,27 +21,27 @@ from bridge._interop.dlpack import ALIGNMENT
 from bridge._interop.dtypes import numpy_dtype
 
 # The range of user addresses with four-level page tables. The first bytes belong to nobody.
-_END = 1 << 47
-BASE = ALIGNMENT
-SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
+_ADDRESS_END = 1 << 47
+BASE_ADDRESS = ALIGNMENT
+CAN_READ_BY_ADDRESS = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 _address, _is_contiguous, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.is_neg
 
 
-class Scattered:
+class AddressedRows:
     """Rows of one length at any addresses, as a traced program sees them.
 
     memory: The traced `process_memory`.
     row_starts: The index in `memory` where each row begins; see `bridge._compiler.passes.gather_rows`.
     """
 
-    __slots__ = ("dtype", "memory", "order", "shape")
+    __slots__ = ("dtype", "memory", "row_starts", "shape")
 
-    def __init__(self, memory: jax.Array, order: jax.Array, count: int, length: int) -> None:
-        self.memory, self.order, self.shape, self.dtype = memory, order, (count, length), memory.dtype
+    def __init__(self, memory: jax.Array, row_starts: jax.Array, count: int, length: int) -> None:
+        self.memory, self.row_starts, self.shape, self.dtype = memory, row_starts, (count, length), memory.dtype
 
 
-class _Everything(np.ndarray):
+class _ProcessMemory(np.ndarray):
     """An array that does not print its elements. A traceback that shows variables would otherwise crash the process."""
 
     def __repr__(self) -> str:
@@ -49,19 +49,19 @@ class _Everything(np.ndarray):
 
     __str__ = __repr__
 
-    def __deepcopy__(self, memo: Any, /) -> _Everything:
+    def __deepcopy__(self, memo: Any, /) -> _ProcessMemory:
         return self
 
 
 @functools.cache
-def everything(dtype: np.dtype) -> np.ndarray:
+def process_memory(dtype: np.dtype) -> np.ndarray:
     """Return all memory of this process as one array of this dtype. Nobody may read it as a whole."""
-    size = (_END - BASE) // dtype.itemsize
-    space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE)
-    return _Everything((size,), dtype, space)
+    size = (_ADDRESS_END - BASE_ADDRESS) // dtype.itemsize
+    space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE_ADDRESS)
+    return _ProcessMemory((size,), dtype, space)
 
 
-class Places:
+class RowAddresses:
     """Turns gradients of a bucket's rows into the arguments of `gather_rows`: all memory, and the row starts in it.
 
     A gradient is read at its address if it is dense in the dimension order of its parameter's memory; otherwise it is copied. `copies`
@@ -76,41 +76,45 @@ class Places:
       trailing_zeros: How many zeros follow the row starts.
     """
 
-    def __init__(self, count: int, rows: Sequence[int], dtype: torch.dtype, order: Sequence[tuple[int, ...] | None], zeros: int) -> None:
-        self.rows, self._dims = rows, list(order) if any(order) else []
-        self._order, self._nth = np.zeros(count + zeros, np.int64), np.zeros(count, np.int64)
-        self._nth[rows] = np.arange(len(rows))
-        self._memory = everything(np.dtype(numpy_dtype(dtype)))
+    def __init__(
+        self, row_count: int, rows: Sequence[int], dtype: torch.dtype, dim_orders: Sequence[tuple[int, ...] | None], trailing_zeros: int
+    ) -> None:
+        self.rows, self._dim_orders = rows, list(dim_orders) if any(dim_orders) else []
+        self._row_starts, self._gradient_of_row = np.zeros(row_count + trailing_zeros, np.int64), np.zeros(row_count, np.int64)
+        self._gradient_of_row[rows] = np.arange(len(rows))
+        self._memory = process_memory(np.dtype(numpy_dtype(dtype)))
         self.copies: list[torch.Tensor] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-        starts = np.array(list(map(_address, tensors))) - BASE
+        starts = np.array(list(map(_address, tensors))) - BASE_ADDRESS
         size = self._memory.itemsize
-        if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any():
-            dims = self._dims or [None] * len(tensors)
-            readable = [dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
+        if self._dim_orders or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any():
+            dims = self._dim_orders or [None] * len(tensors)
+            readable = [as_dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
             self.copies += [copy for copy, tensor in zip(readable, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
-            starts = np.array(list(map(_address, readable))) - BASE
-        order = self._order.copy()
-        order[: len(self._nth)] = (starts // size)[self._nth]
-        return [self._memory, order]
+            starts = np.array(list(map(_address, readable))) - BASE_ADDRESS
+        row_starts = self._row_starts.copy()
+        row_starts[: len(self._gradient_of_row)] = (starts // size)[self._gradient_of_row]
+        return [self._memory, row_starts]
 
 
-class AllPlaces:
+class BucketAddresses:
     """The `RowAddresses` of several buckets, for one program: turns the gradients of all of them into arguments."""
 
-    def __init__(self, places: Sequence[Places]) -> None:
-        self._places = places
+    def __init__(self, row_addresses: Sequence[RowAddresses]) -> None:
+        self._row_addresses = row_addresses
         self.copies: list[torch.Tensor] = []
-        for each in places:
+        for each in row_addresses:
             each.copies = self.copies
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
         given = iter(tensors)
-        return [x for each in self._places for x in each(list(islice(given, len(each.rows))))]
+        return [x for each in self._row_addresses for x in each(list(islice(given, len(each.rows))))]
 
 
-def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
+def as_dense(tensor: torch.Tensor, dim_order: tuple[int, ...] | None, itemsize: int) -> torch.Tensor:
     """Return the tensor itself if it is dense in this order of dimensions and aligned to its item size; else a copy."""
-    tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
-    return tensor if tensor.data_ptr() % size == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    tensor = (tensor if dim_order is None else tensor.permute(dim_order)).detach().resolve_neg().contiguous()
+    return (
+        tensor if tensor.data_ptr() % itemsize == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    )

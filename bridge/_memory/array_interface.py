@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
-from bridge._interop.dlpack import with_memory
+from bridge._interop.dlpack import with_dense_storage
 from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 
 
-class _Bytes:
+class _TensorBytes:
     """The array interface of a contiguous CPU tensor. An array over it keeps the tensor alive.
 
     `Tensor.numpy()` would forbid resizing the storage from then on, and libraries free gradients and batches by resizing their storages.
@@ -25,9 +25,9 @@ class _Bytes:
 
     __slots__ = ("__array_interface__", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, bits: str) -> None:
+    def __init__(self, tensor: torch.Tensor, typestr: str) -> None:
         self._tensor = tensor
-        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": bits, "version": 3}
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": typestr, "version": 3}
 
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
@@ -36,27 +36,27 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
     Raises:
       ValueError: The elements cannot be read; see `with_dense_storage`.
     """
-    tensor = with_memory(tensor)
+    tensor = with_dense_storage(tensor)
     if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    dtype, bits = numpy_dtype(tensor.dtype), _bits(tensor.dtype)
+    dtype, bits = numpy_dtype(tensor.dtype), _typestr(tensor.dtype)
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), dtype)
-    view = np.asarray(_Bytes(tensor, bits))
+    view = np.asarray(_TensorBytes(tensor, bits))
     return view.view(dtype) if view.dtype != dtype else view
 
 
 @functools.cache
-def _bits(dtype: torch.dtype) -> str:
+def _typestr(dtype: torch.dtype) -> str:
     """Return the type string of a dtype in numpy's array interface. A dtype that only ml_dtypes has is given as integers of its width."""
     return numpy_dtype(EXTENSION_DTYPES[dtype][0] if dtype in EXTENSION_DTYPES else dtype).str
 
 
 # Array interfaces have no bfloat16 or float8: these travel as integers of the same width.
-_BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}
+_INTEGER_VIEWS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}
 
 
-class Window:
+class ArrayInterface:
     """The array interface of some bytes on a device. A tensor over it keeps it alive, and it keeps the owner alive.
 
     Args:
@@ -69,21 +69,21 @@ class Window:
 
     def __init__(self, owner: object, address: int, shape: tuple[int, ...], dtype: DTypeLike, device: torch.device) -> None:
         self.owner, self._device = owner, device
-        self._bits, self._extension = _BITS.get(np.dtype(dtype), (np.dtype(dtype), None))
-        interface: dict[str, Any] = {"data": (address, False), "shape": shape, "typestr": self._bits.str, "version": 3}
+        self._numpy_dtype, self._extension_dtype = _INTEGER_VIEWS.get(np.dtype(dtype), (np.dtype(dtype), None))
+        interface: dict[str, Any] = {"data": (address, False), "shape": shape, "typestr": self._numpy_dtype.str, "version": 3}
         self._interface = interface
         if device.type == "cpu":
             self.__array_interface__ = interface
         else:
             self.__cuda_array_interface__ = interface
 
-    def tensor(self) -> torch.Tensor:
+    def as_tensor(self) -> torch.Tensor:
         """Return a tensor whose storage is exactly these bytes. If the shape has no elements, the tensor has memory of its own."""
         shape = self._interface["shape"]
         if not math.prod(shape):
-            view = torch.from_numpy(np.zeros(shape, self._bits)).to(self._device)
+            view = torch.from_numpy(np.zeros(shape, self._numpy_dtype)).to(self._device)
         elif self._device.type == "cpu":
             view = torch.from_numpy(np.asarray(self))
         else:
             view = torch.as_tensor(self, device=self._device)
-        return view if self._extension is None else view.view(self._extension)
+        return view if self._extension_dtype is None else view.view(self._extension_dtype)

@@ -19,16 +19,16 @@ import jax.core
 import numpy as np
 import torch
 
-from bridge._interop.dlpack import ALIGNMENT_GPU, _cpu_calls, _exporter, _tensor_to_jax, to_jax, with_memory
+from bridge._interop.dlpack import ALIGNMENT_GPU, _capsule_calls, _exporter, _tensor_to_jax, to_jax, with_dense_storage
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import storage_of
 
-from .array_interface import Window, host_view
+from .array_interface import ArrayInterface, host_view
 
 
-def results(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
+def results_as_tensors(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
     """Return tensors over the results of an executable. This is `to_torch` without its checks."""
-    calls = _cpu_calls() if on_cpu else None
+    calls = _capsule_calls() if on_cpu else None
     if calls is None:
         return list(map(_exporter(), arrays))
     to_capsule, from_capsule = calls
@@ -39,7 +39,7 @@ Argument: TypeAlias = jax.Array | np.ndarray  # of an executable
 _stride, _is_contiguous = torch.Tensor.stride, torch.Tensor.is_contiguous
 
 
-class Views:
+class AddressViews:
     """Turns addresses on the CPU into flat numpy arrays over the elements there, which is cheaper than torch's `numpy()`.
 
     The arrays keep nothing alive: the caller of an executable holds the memory until the call has ended.
@@ -51,16 +51,16 @@ class Views:
         bytes_of = [dtype.itemsize * count for dtype, count in zip(dtypes, counts, strict=True)]
         call: Any = operator.call
         makers = [(ctypes.c_char * count).from_address for count in bytes_of]
-        self.buffers: Callable[[Iterable[int]], Iterable[Any]] = functools.partial(map, call, makers)  # of addresses
-        self.over: Callable[[Iterable[Any]], Iterable[np.ndarray]] = functools.partial(
+        self.buffers_at: Callable[[Iterable[int]], Iterable[Any]] = functools.partial(map, call, makers)  # of addresses
+        self.arrays_over: Callable[[Iterable[Any]], Iterable[np.ndarray]] = functools.partial(
             map, np.ndarray, [(count,) for count in counts], dtypes
         )  # of the buffers
 
     def __call__(self, addresses: Iterable[int]) -> list[np.ndarray]:
-        return list(self.over(self.buffers(addresses)))
+        return list(self.arrays_over(self.buffers_at(addresses)))
 
 
-class Operands:
+class CpuArguments:
     """Does what `as_call_arguments` does, faster, for CPU tensors whose shapes and dtypes are known.
 
     The arguments are views that keep nothing alive. The caller has checked that the storages hold the tensors, or gives their sizes,
@@ -77,31 +77,31 @@ class Operands:
         self,
         shapes: Sequence[Sequence[int]],
         dtypes: Sequence[torch.dtype],
-        order: Sequence[tuple[int, ...] | None],
-        needed: Sequence[int] = (),
+        dim_orders: Sequence[tuple[int, ...] | None],
+        min_storage_bytes: Sequence[int] = (),
     ) -> None:
-        self._order, self._needed = order, needed
-        self._contiguous = [dims is None for dims in order]
-        self._turned = [i for i, dims in enumerate(order) if dims is not None]
-        self._strides = [_dense_strides(shapes[i], order[i] or ()) for i in self._turned]
+        self._dim_orders, self._min_storage_bytes = dim_orders, min_storage_bytes
+        self._contiguous = [dims is None for dims in dim_orders]
+        self._permuted = [i for i, dims in enumerate(dim_orders) if dims is not None]
+        self._strides = [_dense_strides(shapes[i], dim_orders[i] or ()) for i in self._permuted]
         known = [jax.ShapeDtypeStruct((math.prod(shape),), numpy_dtype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        self._views = None if any(dtype.is_complex for dtype in dtypes) else Views(known)
+        self._views = None if any(dtype.is_complex for dtype in dtypes) else AddressViews(known)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
         if (
             self._views is not None
             and list(map(_is_contiguous, tensors)) == self._contiguous
-            and (not self._turned or list(map(_stride, map(tensors.__getitem__, self._turned))) == self._strides)
+            and (not self._permuted or list(map(_stride, map(tensors.__getitem__, self._permuted))) == self._strides)
             and not any(map(torch.Tensor.is_neg, tensors))
-            and (not self._needed or all(map(operator.ge, map(len, map(storage_of, tensors)), self._needed)))
+            and (not self._min_storage_bytes or all(map(operator.ge, map(len, map(storage_of, tensors)), self._min_storage_bytes)))
         ):
             try:
                 addresses = list(map(torch.Tensor.data_ptr, tensors))
             except RuntimeError:  # a tensor has no memory
                 addresses = [0]
             if all(addresses):
-                return list(self._views.over(self._views.buffers(addresses)))  # a call of `_views` would be one more frame
-        return operands(tensors, self._order)
+                return list(self._views.arrays_over(self._views.buffers_at(addresses)))  # a call of `_views` would be one more frame
+        return as_call_arguments(tensors, self._dim_orders)
 
 
 def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, .
     return tuple(strides)
 
 
-def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> Sequence[Argument]:
+def as_call_arguments(tensors: Sequence[torch.Tensor], dim_orders: Sequence[tuple[int, ...] | None]) -> Sequence[Argument]:
     """Return the tensors as flat arguments of one call, with elements in the given order of dimensions.
 
     An argument aliases its tensor if jax can do that, and is a copy otherwise. The tensors must stay unchanged until the call has ended. On
@@ -120,22 +120,28 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     """
     if tensors and tensors[0].device.type != "cpu":
         # Each export makes jax's stream wait for torch's current one.
-        flat = [(t if d is None else t.permute(d)).detach().reshape(-1) for t, d in zip(map(with_memory, tensors), order, strict=True)]
+        flat = [
+            (t if d is None else t.permute(d)).detach().reshape(-1)
+            for t, d in zip(map(with_dense_storage, tensors), dim_orders, strict=True)
+        ]
         return [_tensor_to_jax(t, None, "") for t in flat]
-    return [host_view(t if d is None else with_memory(t).detach().permute(d)).reshape(-1) for t, d in zip(tensors, order, strict=True)]
+    return [
+        host_view(t if d is None else with_dense_storage(t).detach().permute(d)).reshape(-1)
+        for t, d in zip(tensors, dim_orders, strict=True)
+    ]
 
 
 _address, _strides, _is_neg, _is_conj = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_conj
-_PLACES = 8  # addresses remembered for one argument; more occur only if memory moves at every step
+_MAX_REMEMBERED = 8  # addresses remembered for one argument; more occur only if memory moves at every step
 
 
-def alias(tensor: torch.Tensor) -> jax.Array:
+def import_non_owning(tensor: torch.Tensor) -> jax.Array:
     """Return a flat array over the bytes of a contiguous tensor with elements. It keeps nothing alive and orders no streams."""
     with torch.inference_mode(False):
-        return to_jax(Window(None, tensor.data_ptr(), (tensor.numel(),), numpy_dtype(tensor.dtype), tensor.device).tensor())
+        return to_jax(ArrayInterface(None, tensor.data_ptr(), (tensor.numel(),), numpy_dtype(tensor.dtype), tensor.device).as_tensor())
 
 
-class Borrowed:
+class GpuArguments:
     """Does what `as_call_arguments` does for tensors on one GPU, with remembered imports.
 
     jax's stream does not wait for torch's. The caller passes the result of `dlpack.torch_stream_token` to the program for that.
@@ -145,32 +151,32 @@ class Borrowed:
       are_complex: Whether a tensor may be complex, and then conjugated lazily.
     """
 
-    def __init__(self, order: Sequence[tuple[int, ...] | None], are_complex: bool = False) -> None:
-        self._order, self._complex = order, are_complex
-        self._known: list[dict[tuple[int, tuple[int, ...]], jax.Array]] = [{} for _ in order]
+    def __init__(self, dim_orders: Sequence[tuple[int, ...] | None], are_complex: bool = False) -> None:
+        self._dim_orders, self._complex = dim_orders, are_complex
+        self._imports: list[dict[tuple[int, tuple[int, ...]], jax.Array]] = [{} for _ in dim_orders]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
         if any(map(_is_neg, tensors)) or (self._complex and any(map(_is_conj, tensors))):  # the bytes are not the values
-            return operands(tensors, self._order)
+            return as_call_arguments(tensors, self._dim_orders)
         try:
-            return list(map(getitem, self._known, zip(map(_address, tensors), map(_strides, tensors), strict=True)))
+            return list(map(getitem, self._imports, zip(map(_address, tensors), map(_strides, tensors), strict=True)))
         except KeyError:
-            return list(map(self._array, self._known, tensors, self._order))
+            return list(map(self._argument, self._imports, tensors, self._dim_orders))
 
     @staticmethod
-    def _array(known: dict[tuple[int, tuple[int, ...]], jax.Array], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> Argument:
+    def _argument(imports: dict[tuple[int, tuple[int, ...]], jax.Array], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> Argument:
         place = tensor.data_ptr(), tensor.stride()
-        if place not in known:
+        if place not in imports:
             flat = tensor.detach() if dims is None else tensor.detach().permute(dims)
             if not flat.is_contiguous() or not flat.numel() or tensor.data_ptr() % ALIGNMENT_GPU:
-                return operands([tensor], [dims])[0]  # a copy
-            if len(known) >= _PLACES:
-                known.clear()
-            known[place] = alias(flat)
-        return known[place]
+                return as_call_arguments([tensor], [dims])[0]  # a copy
+            if len(imports) >= _MAX_REMEMBERED:
+                imports.clear()
+            imports[place] = import_non_owning(flat)
+        return imports[place]
 
 
-class PaddedOperands(Operands):
+class PaddedArguments(CpuArguments):
     """`CpuArguments` that copies the tensors at some positions to longer rows, with zeros behind their elements.
 
     Args:
@@ -184,15 +190,15 @@ class PaddedOperands(Operands):
         self,
         shapes: Sequence[Sequence[int]],
         dtypes: Sequence[torch.dtype],
-        order: Sequence[tuple[int, ...] | None],
-        longer: Mapping[int, int],
+        dim_orders: Sequence[tuple[int, ...] | None],
+        padded_lengths: Mapping[int, int],
     ) -> None:
         with torch.inference_mode(False):  # a later step could not write to inference tensors
-            self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), order[at]) for at, length in longer.items()}
+            self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), dim_orders[at]) for at, length in padded_lengths.items()}
         super().__init__(
-            [(longer[at],) if at in longer else shape for at, shape in enumerate(shapes)],
+            [(padded_lengths[at],) if at in padded_lengths else shape for at, shape in enumerate(shapes)],
             dtypes,
-            [None if at in longer else dims for at, dims in enumerate(order)],
+            [None if at in padded_lengths else dims for at, dims in enumerate(dim_orders)],
         )
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:

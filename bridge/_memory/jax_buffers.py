@@ -23,19 +23,19 @@ import torch
 from bridge._compat.jax import uncached_numpy
 from bridge._compat.torch import foreach_copy_
 from bridge._compat.types import Device
-from bridge._interop.dlpack import cpu, dense_order
+from bridge._interop.dlpack import cpu_device, dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._process import default_settings
 
-from .allocation import _fresh
-from .array_interface import Window
-from .call_arguments import results
+from .allocation import copy_to_device
+from .array_interface import ArrayInterface
+from .call_arguments import results_as_tensors
 
 _T = TypeVar("_T")
-_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+_buffers_by_address: weakref.WeakValueDictionary[int, JaxBuffer] = weakref.WeakValueDictionary()
 
 
-class Memory:
+class JaxBuffer:
     """One jax-owned buffer that torch tensors alias.
 
     The torch storages hold this object, and it holds the array, so parameters outlive their optimizer. A program is called with the donated
@@ -49,30 +49,30 @@ class Memory:
     pin: The array and a reference to its bytes, if `jax.live_arrays()` has returned the array since the last step.
     """
 
-    __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "lengths", "windows")
+    __slots__ = ("__weakref__", "address", "aliases", "all_aliases", "array", "pin", "row_lengths", "tensor_refs")
 
-    def __init__(self, array: jax.Array, lengths: Sequence[int] | None = None) -> None:
-        self.array, self.lengths = array, lengths
+    def __init__(self, array: jax.Array, row_lengths: Sequence[int] | None = None) -> None:
+        self.array, self.row_lengths = array, row_lengths
         self.address = array.unsafe_buffer_pointer()
-        self.windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
-        self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
-        self.hold: tuple[jax.Array, object] | None = None
+        self.aliases: weakref.WeakValueDictionary[int, ArrayInterface] = weakref.WeakValueDictionary()
+        self.tensor_refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.all_aliases: weakref.WeakSet[ArrayInterface] = weakref.WeakSet()
+        self.pin: tuple[jax.Array, object] | None = None
 
     @property
     def rows(self) -> range:
         """The rows of a bucket; an empty range for one tensor's buffer."""
-        return range(0 if self.lengths is None else len(self.lengths))
+        return range(0 if self.row_lengths is None else len(self.row_lengths))
 
     @property
-    def kept(self) -> object:
+    def pinned_bytes(self) -> object:
         """The reference to the bytes of the current array; None if there is none."""
-        return self.hold[1] if self.hold is not None and self.hold[0] is self.array else None
+        return self.pin[1] if self.pin is not None and self.pin[0] is self.array else None
 
     @property
-    def is_gone(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether the bytes are lost: the array was deleted or donated, no result has replaced it, and nothing pins the bytes."""
-        return self.array.is_deleted() and self.kept is None
+        return self.array.is_deleted() and self.pinned_bytes is None
 
     @property
     def row_bytes(self) -> int:
@@ -80,9 +80,9 @@ class Memory:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of a bucket's rows that are alive."""
-        return [tensor for tensor in (holder() for holder in self.holders.values()) if tensor is not None]
+        return [alive for alive in (holder() for holder in self.tensor_refs.values()) if alive is not None]
 
-    def tensor(self, device: torch.device, like: torch.Tensor | None = None, row: int | None = None) -> torch.Tensor:
+    def alias_tensor(self, device: torch.device, like: torch.Tensor | None = None, row: int | None = None) -> torch.Tensor:
         """Return a torch tensor over this buffer or one row of it, which keeps the buffer alive.
 
         Args:
@@ -91,62 +91,62 @@ class Memory:
           row: The row of a bucket; None for the whole buffer.
         """
         shape = self.array.shape if row is None else self.array.shape[1:]
-        view = self._view(row * self.row_bytes if row else 0, shape if like is None else (like.numel(),), device, row)
+        view = self._alias(row * self.row_bytes if row else 0, shape if like is None else (like.numel(),), device, row)
         if like is None:
             return view
         return view.view(like.shape) if dense_order(like) is None else view.as_strided(like.shape, like.stride())
 
-    def _view(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
-        window = Window(self, self.address + start, shape, self.array.dtype, device)
-        self.all_windows.add(window)
+    def _alias(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
+        window = ArrayInterface(self, self.address + start, shape, self.array.dtype, device)
+        self.all_aliases.add(window)
         if row is not None:
-            self.windows[row] = window
-        return window.tensor()
+            self.aliases[row] = window
+        return window.as_tensor()
 
 
-_array = attrgetter("array")
+_get_array = attrgetter("array")
 
 
-def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
+def register(array: jax.Array, row_lengths: Sequence[int] | None = None) -> JaxBuffer:
     """Return the buffer of an array that nobody else holds. `find_buffer` finds it by the address of each row from now on."""
-    memory = Memory(array, lengths)
-    _know(memory)
+    memory = JaxBuffer(array, row_lengths)
+    _register_rows(memory)
     return memory
 
 
-_held: weakref.WeakSet[Memory] = weakref.WeakSet()  # buffers with a `pin`
+_pinned: weakref.WeakSet[JaxBuffer] = weakref.WeakSet()  # buffers with a `pin`
 # By id: aliases of arrays that no `JaxBuffer` has any more.
-_left: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+_left_aliases: weakref.WeakValueDictionary[int, ArrayInterface] = weakref.WeakValueDictionary()
 _live_arrays = cast(Callable[[str | None], list[jax.Array]], jax.live_arrays)
 
 
 @functools.wraps(_live_arrays)
-def _holding_live_arrays(platform: str | None = None) -> list[jax.Array]:
+def _pinning_live_arrays(platform: str | None = None) -> list[jax.Array]:
     """Return what `jax.live_arrays` returns, and pin the bytes that torch tensors alias, because the caller may delete the arrays.
 
     Pinning each array after each step would have the same effect, but slows every step. Another thread may step at the same time. Bytes
     that it donates or replaces need no pin: no array of the list is over them any more, or jax copies them.
     """
     arrays = _live_arrays(platform)
-    for memory in _alive(_memories):
+    for memory in _live_values(_buffers_by_address):
         array = memory.array
         with suppress(RuntimeError, ValueError, BufferError):
-            memory.hold = (array, _holder(array.dtype)(array)) if _is_on_cpu(array) else None
-            _held.add(memory)
-    for window in _alive(_left):
+            memory.pin = (array, _reference_maker(array.dtype)(array)) if _is_on_cpu(array) else None
+            _pinned.add(memory)
+    for window in _live_values(_left_aliases):
         owner = window.owner
         if isinstance(owner, jax.Array) and _is_on_cpu(owner):
             with suppress(RuntimeError, ValueError, BufferError):
-                window.owner = _holder(owner.dtype)(owner)
+                window.owner = _reference_maker(owner.dtype)(owner)
     return arrays
 
 
-def _alive(known: weakref.WeakValueDictionary[int, _T]) -> Iterator[_T]:
+def _live_values(known: weakref.WeakValueDictionary[int, _T]) -> Iterator[_T]:
     """Return an iterator over the current values. Other threads may add values."""
     return (x for x in (ref() for ref in known.valuerefs()) if x is not None)
 
 
-jax.live_arrays = _holding_live_arrays
+jax.live_arrays = _pinning_live_arrays
 
 
 def _is_on_cpu(array: jax.Array) -> bool:
@@ -154,121 +154,121 @@ def _is_on_cpu(array: jax.Array) -> bool:
 
 
 @functools.cache
-def _holder(dtype: np.dtype) -> Callable[[jax.Array], object]:
+def _reference_maker(dtype: np.dtype) -> Callable[[jax.Array], object]:
     """Return the function that makes a reference to the bytes of a CPU array: by Python's buffer protocol if the dtype has it, else numpy.
 
     DLPack does not serve: jaxlib aborts the process if an array is deleted after such an export. numpy's array comes from a private call,
     because the public one caches it in the jax array, which can then not be donated, and the next step copies it.
     """
-    with default_settings(), jax.default_device(cpu()):
+    with default_settings(), jax.default_device(cpu_device()):
         probe = jax.device_put(np.zeros(1, dtype))
     makers: tuple[Callable[..., object], ...] = (memoryview, uncached_numpy)
     for each in makers:
         try:
-            found = each(probe)
-            if np.asarray(found[0] if isinstance(found, tuple) else found).ctypes.data == probe.unsafe_buffer_pointer():
+            reference = each(probe)
+            if np.asarray(reference[0] if isinstance(reference, tuple) else reference).ctypes.data == probe.unsafe_buffer_pointer():
                 return each
         except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):
             pass
     return np.asarray
 
 
-def taken(memories: Sequence[Memory]) -> list[jax.Array]:
+def arrays_to_donate(memories: Sequence[JaxBuffer]) -> list[jax.Array]:
     """Return the arrays of buffers, to be donated to a call whose results replace them. Their pins are released.
 
     For an array that somebody has deleted since the last step, it is a copy of the bytes. The result then is at another address, and
     tensors that still alias the old one keep the old bytes.
     """
-    if _held:
-        for memory in _held.intersection(memories):
-            if memory.array.is_deleted() and memory.kept is not None:
-                leave(memory, memory.kept)
-                memory.array = _kept(memory)
-            memory.hold = None
-            _held.discard(memory)
-    return list(map(_array, memories))
+    if _pinned:
+        for memory in _pinned.intersection(memories):
+            if memory.array.is_deleted() and memory.pinned_bytes is not None:
+                detach_aliases(memory, memory.pinned_bytes)
+                memory.array = _copy_pinned(memory)
+            memory.pin = None
+            _pinned.discard(memory)
+    return list(map(_get_array, memories))
 
 
-def readable(memory: Memory) -> jax.Array:
+def readable_array(memory: JaxBuffer) -> jax.Array:
     """Return the array of a buffer for reading only; a copy of its bytes if somebody has deleted the array."""
-    return _kept(memory) if memory.array.is_deleted() and memory.kept is not None else memory.array
+    return _copy_pinned(memory) if memory.array.is_deleted() and memory.pinned_bytes is not None else memory.array
 
 
-def _kept(memory: Memory) -> jax.Array:
+def _copy_pinned(memory: JaxBuffer) -> jax.Array:
     array = memory.array
     (device,) = cast(set[Device], array.sharding.device_set)
     space: Any = (ctypes.c_char * array.nbytes).from_address(memory.address)
     values = np.frombuffer(space, np.uint8).view(array.dtype).reshape(array.shape)
-    return _fresh(values, device).block_until_ready()
+    return copy_to_device(values, device).block_until_ready()
 
 
-def leave(memory: Memory, owner: object) -> None:
+def detach_aliases(memory: JaxBuffer, owner: object) -> None:
     """Prepare a buffer for another address: `owner` keeps the bytes at the old address alive for tensors that still alias them."""
-    for window in list(memory.all_windows):
+    for window in list(memory.all_aliases):
         window.owner = owner
-        _left[id(window)] = window
-    memory.all_windows.clear()
-    memory.windows.clear()
+        _left_aliases[id(window)] = window
+    memory.all_aliases.clear()
+    memory.aliases.clear()
 
 
-def leave_held(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> None:
+def detach_undonated(memories: Sequence[JaxBuffer], arrays: Sequence[jax.Array]) -> None:
     """Detach the aliases of each buffer whose array a call could not donate, because somebody else refers to it (a numpy view, DLPack).
 
     XLA has written the result to another address. The old array keeps the old bytes alive for the aliases that remain.
     """
     for memory, array in zip(memories, arrays, strict=True):
         if array.size and not array.is_deleted():
-            leave(memory, array)
+            detach_aliases(memory, array)
 
 
-def _know(memory: Memory) -> None:
+def _register_rows(memory: JaxBuffer) -> None:
     if memory.array.size:
-        _memories[memory.address] = memory
+        _buffers_by_address[memory.address] = memory
         for row in memory.rows:
-            _memories[memory.address + row * memory.row_bytes] = memory
+            _buffers_by_address[memory.address + row * memory.row_bytes] = memory
 
 
-def located(tensor: torch.Tensor) -> tuple[Memory | None, int | None]:
+def find_buffer(tensor: torch.Tensor) -> tuple[JaxBuffer | None, int | None]:
     """Return the buffer that a dense tensor aliases, and its row in a bucket (else None); (None, None) if torch owns the bytes."""
-    memory = _memories.get(tensor.data_ptr())
-    if memory is None or not _covers(memory, tensor):
+    memory = _buffers_by_address.get(tensor.data_ptr())
+    if memory is None or not _is_whole_buffer_or_row(memory, tensor):
         return None, None
-    return memory, (tensor.data_ptr() - memory.address) // memory.row_bytes if memory.lengths is not None else None
+    return memory, (tensor.data_ptr() - memory.address) // memory.row_bytes if memory.row_lengths is not None else None
 
 
-def memory_of(tensor: torch.Tensor) -> Memory | None:
+def find_unshared_buffer(tensor: torch.Tensor) -> JaxBuffer | None:
     """Return the buffer that a dense tensor alone aliases; None if it is in a bucket or torch owns its bytes."""
-    memory, row = located(tensor)
+    memory, row = find_buffer(tensor)
     return memory if row is None else None
 
 
-def shares_memory(x: torch.Tensor | jax.Array | np.ndarray) -> bool:
+def is_over_jax_buffer(x: torch.Tensor | jax.Array | np.ndarray) -> bool:
     """Return whether a tensor, a numpy or a jax array is over a buffer of jax's that steps donate."""
     if isinstance(x, torch.Tensor):
-        return x.untyped_storage().data_ptr() in _memories
+        return x.untyped_storage().data_ptr() in _buffers_by_address
     if isinstance(x, jax.Array):
-        return len(x.devices()) == 1 and x.is_fully_addressable and x.unsafe_buffer_pointer() in _memories
+        return len(x.devices()) == 1 and x.is_fully_addressable and x.unsafe_buffer_pointer() in _buffers_by_address
     root = x
     while isinstance(root.base, np.ndarray):  # a slice may begin inside the buffer
         root = root.base
-    return root.__array_interface__["data"][0] in _memories
+    return root.__array_interface__["data"][0] in _buffers_by_address
 
 
-def renewed(memory: Memory) -> Memory:
+def rebind_moved(memory: JaxBuffer) -> JaxBuffer:
     """Return the buffer after registering it at its array's current address. The tensors of a bucket's rows move there."""
     if memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:
-        before, memory.address = memory.address, memory.array.unsafe_buffer_pointer()
-        _know(memory)
-        for row, holder in memory.holders.items():
+        old_address, memory.address = memory.address, memory.array.unsafe_buffer_pointer()
+        _register_rows(memory)
+        for row, holder in memory.tensor_refs.items():
             tensor = holder()
-            if tensor is not None and tensor.data_ptr() == before + row * memory.row_bytes:
-                tensor.data = memory.tensor(tensor.device, like=tensor, row=row)
+            if tensor is not None and tensor.data_ptr() == old_address + row * memory.row_bytes:
+                tensor.data = memory.alias_tensor(tensor.device, like=tensor, row=row)
     return memory
 
 
 def write_back(
     tensors: Sequence[torch.Tensor],
-    order: Sequence[tuple[int, ...] | None],
+    dim_orders: Sequence[tuple[int, ...] | None],
     arrays: Sequence[jax.Array],
     mirrored: Sequence[torch.Tensor],
     mirrors: Sequence[torch.Tensor],
@@ -276,19 +276,19 @@ def write_back(
 ) -> None:
     """Copy flat results into tensors that torch owns, and `mirrors` into `mirrored`, all in one fused call."""
     into = list(map(torch.Tensor.detach, tensors))
-    for i, dims in enumerate(order):
+    for i, dims in enumerate(dim_orders):
         into[i] = into[i] if dims is None else into[i].permute(dims)
-    foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results(arrays, on_cpu), into), *mirrors])
+    foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results_as_tensors(arrays, on_cpu), into), *mirrors])
 
 
-def _covers(memory: Memory, tensor: torch.Tensor) -> bool:
+def _is_whole_buffer_or_row(memory: JaxBuffer, tensor: torch.Tensor) -> bool:
     """Return whether a dense tensor is the whole buffer or a whole row. A slice that begins at the same address is not."""
-    if memory.is_gone or dense_order(tensor) is None or np.dtype(memory.array.dtype) != numpy_dtype(tensor.dtype):
+    if memory.is_lost or dense_order(tensor) is None or np.dtype(memory.array.dtype) != numpy_dtype(tensor.dtype):
         return False
-    if memory.lengths is None:
+    if memory.row_lengths is None:
         return memory.address == tensor.data_ptr() and memory.array.size == tensor.numel()
     row, rest = divmod(tensor.data_ptr() - memory.address, memory.row_bytes)
-    return row in memory.rows and not rest and tensor.numel() == memory.lengths[row]
+    return row in memory.rows and not rest and tensor.numel() == memory.row_lengths[row]
 
 
 def lost_like(tensor: torch.Tensor) -> torch.Tensor:

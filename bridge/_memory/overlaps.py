@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge._interop.tensor_storage import shortage
+from bridge._interop.tensor_storage import why_unreadable
 
 
 def first_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
@@ -17,15 +17,15 @@ def first_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 
     A tensor that overlaps itself gives its position twice. Interleaved tensors (columns of one matrix) share no byte.
     """
-    whole = [(i, t) for i, t in enumerate(tensors) if t.numel() and not shortage(t)]
-    lie = [(str(t.device), t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), i) for i, t in whole]
+    readable = [(i, t) for i, t in enumerate(tensors) if t.numel() and not why_unreadable(t)]
+    extents = [(str(t.device), t.data_ptr(), t.data_ptr() + _span(t) * t.element_size(), i) for i, t in readable]
     open_: list[tuple[str, int, int, int]] = []  # extents that reach beyond the start of the next one
-    for device, start, end, i in sorted(each for each in lie if each[1]):
+    for device, start, end, i in sorted(each for each in extents if each[1]):
         if overlaps_itself(tensors[i]):
             return i, i
         open_ = [other for other in open_ if other[0] == device and other[2] > start]
         for *_, j in open_:
-            if _share(tensors[j], tensors[i]):
+            if _share_bytes(tensors[j], tensors[i]):
                 return min(i, j), max(i, j)
         open_.append((device, start, end, i))
     return None
@@ -46,12 +46,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return len(np.unique(places)) < places.size
 
 
-def _reach(tensor: torch.Tensor) -> int:
+def _span(tensor: torch.Tensor) -> int:
     """Return the number of elements between the first and the last address, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-class _Place:
+class _Elements:
     """The addresses of a tensor's elements as numpy's array interface. Nobody reads the elements."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -62,11 +62,11 @@ class _Place:
         }  # fmt: skip
 
 
-def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping extents share a byte. If the search takes too long, the answer is yes."""
-    if _reach(first) == first.numel() and _reach(second) == second.numel():  # no gaps
+    if _span(first) == first.numel() and _span(second) == second.numel():  # no gaps
         return True
     try:
-        return np.shares_memory(np.asarray(_Place(first)), np.asarray(_Place(second)), max_work=10**6)  # pyright: ignore[reportArgumentType]
+        return np.shares_memory(np.asarray(_Elements(first)), np.asarray(_Elements(second)), max_work=10**6)  # pyright: ignore[reportArgumentType]
     except np.exceptions.TooHardError:
         return True

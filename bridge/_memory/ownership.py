@@ -18,29 +18,29 @@ import torch
 from bridge._compat.torch import lazy_clone
 
 # Whether an array over a tensor holds the storage by a tensor of its own, which torch then counts as a user of the storage.
-_ARRAYS_COUNT = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))
+_ARRAYS_HOLD_STORAGE = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))
 _Ranges = list[tuple[int, int]]
 
 
-class _Asked(threading.local):
+class _MappingCache(threading.local):
     """The address ranges that this thread keeps inside `mappings_read_once`, once it has read them."""
 
-    keeps = False
-    mapped: _Ranges | None = None
+    is_active = False
+    ranges: _Ranges | None = None
 
 
-_asked = _Asked()
+_mapping_cache = _MappingCache()
 
 
 @contextmanager
 def mappings_read_once() -> Generator[None, None, None]:
     """Read the process's memory mappings at most once inside this context, for tensors that existed before it."""
-    outer, _asked.keeps = _asked.keeps, True
+    outer, _mapping_cache.is_active = _mapping_cache.is_active, True
     try:
         yield
     finally:
-        _asked.keeps = outer
-        _asked.mapped = _asked.mapped if outer else None
+        _mapping_cache.is_active = outer
+        _mapping_cache.ranges = _mapping_cache.ranges if outer else None
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
@@ -54,7 +54,7 @@ def _is_allocation(tensor: torch.Tensor) -> bool:
     torch makes a lazy clone of a storage only if it could free the memory without another object. The clone is deleted at once, and
     `data_ptr` makes the storage an ordinary one again.
     """
-    if not _ARRAYS_COUNT or lazy_clone is None:
+    if not _ARRAYS_HOLD_STORAGE or lazy_clone is None:
         return False
     try:
         with torch.no_grad():
@@ -69,14 +69,14 @@ def _is_in_private_file(tensor: torch.Tensor) -> bool:
 
     Writes to it reach neither the file nor another process. A mapping made by an `mmap` (numpy.memmap) may have views.
     """
-    ranges = _asked.mapped if _asked.mapped is not None else _private_files()
-    _asked.mapped = ranges if _asked.keeps else None
+    ranges = _mapping_cache.ranges if _mapping_cache.ranges is not None else _private_file_ranges()
+    _mapping_cache.ranges = ranges if _mapping_cache.is_active else None
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     nth = bisect_right(ranges, first, key=itemgetter(0)) - 1
     return nth >= 0 and last <= ranges[nth][1]
 
 
-def _private_files() -> _Ranges:
+def _private_file_ranges() -> _Ranges:
     """Return the sorted address ranges of private, writable mappings of files that are not open; [] if the system does not list them."""
     try:
         with open("/proc/self/maps") as file:
@@ -87,11 +87,11 @@ def _private_files() -> _Ranges:
     programs = {line[4] for line in files if "x" in line[1]}  # such a mapping may also hold a library's variables
     inodes, paths = _open_files()
     return sorted(
-        _range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs | inodes and line[5].strip() not in paths
+        _parse_range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs | inodes and line[5].strip() not in paths
     )
 
 
-def _range(text: str) -> tuple[int, int]:
+def _parse_range(text: str) -> tuple[int, int]:
     first, last = text.split("-")
     return int(first, 16), int(last, 16)
 

@@ -19,11 +19,11 @@ from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import ALIGNMENT, ALIGNMENT_GPU
 from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 
-from .array_interface import Window
-from .call_arguments import Argument, alias, operands
+from .array_interface import ArrayInterface
+from .call_arguments import Argument, as_call_arguments, import_non_owning
 
 
-def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def reserve_scalars(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Return new 0-d tensors that are adjacent in memory."""
     if device.type == "cpu":
         space = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
@@ -31,10 +31,10 @@ def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.
     else:
         owner = torch.zeros(count, dtype=dtype, device=device)
         start = owner.data_ptr()
-    return [Window(owner, start + i * dtype.itemsize, (), numpy_dtype(dtype), device).tensor() for i in range(count)]
+    return [ArrayInterface(owner, start + i * dtype.itemsize, (), numpy_dtype(dtype), device).as_tensor() for i in range(count)]
 
 
-class Cells:
+class ScalarVector:
     """The scalars of one dtype that a program takes.
 
     read: Return the scalars as one vector. Call it before `write`; on a GPU call it after `gather`, in a program that waits for torch's
@@ -44,40 +44,42 @@ class Cells:
     length: The number of bytes if the scalars are adjacent; else 0.
     """
 
-    __slots__ = ("_at", "_copies", "_values", "address", "length", "read", "tensors")
+    __slots__ = ("_copies", "_positions", "_values", "address", "length", "read", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         # The memory from the first to the last scalar, of which the scalars are the elements at `_positions`.
         self._values: np.ndarray | torch.Tensor | None = None
-        self._at: slice | np.ndarray = slice(None)
+        self._positions: slice | np.ndarray = slice(None)
         self._copies: torch.Tensor | None = None
         self.address = self.length = 0
         first = self.tensors[0]
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         start, size = min(addresses), first.itemsize
-        places = [(address - start) // size for address in addresses]
-        adjacent = places == list(range(len(places)))
+        positions = [(address - start) // size for address in addresses]
+        adjacent = positions == list(range(len(positions)))
         if first.device.type == "cpu" and first.dtype not in EXTENSION_DTYPES:
-            count = max(places) + 1
+            count = max(positions) + 1
             # ctypes makes a type for each length, which takes time, so few lengths are used. Nobody reads beyond the last scalar.
             space: Any = (ctypes.c_char * (size << count.bit_length())).from_address(start)
             values = self._values = np.frombuffer(space, numpy_dtype(first.dtype), count)
-            self._at = self._at if adjacent else np.array(places)
+            self._positions = self._positions if adjacent else np.array(positions)
             self.address, self.length = start, values.nbytes if adjacent else 0
-            self.read: Callable[[], Argument] = functools.partial(values.__getitem__, self._at)
+            self.read: Callable[[], Argument] = functools.partial(values.__getitem__, self._positions)
         elif first.device.type != "cpu":
             with torch.inference_mode(False):
                 if adjacent and not start % ALIGNMENT_GPU:
-                    source = self._values = Window(None, start, (len(places),), numpy_dtype(first.dtype), first.device).tensor()
+                    source = self._values = ArrayInterface(
+                        None, start, (len(positions),), numpy_dtype(first.dtype), first.device
+                    ).as_tensor()
                 else:
-                    source = self._copies = torch.empty(len(places), dtype=first.dtype, device=first.device)
-                array = alias(source)
+                    source = self._copies = torch.empty(len(positions), dtype=first.dtype, device=first.device)
+                array = import_non_owning(source)
             self.read = lambda: array
         else:
-            self.read = lambda: operands([torch.stack(self.tensors)], [None])[0]
+            self.read = lambda: as_call_arguments([torch.stack(self.tensors)], [None])[0]
 
-    def collect(self) -> bool:
+    def gather(self) -> bool:
         """Copy the scalars to adjacent memory where a GPU program reads them. Return False if they are adjacent already."""
         if self._copies is None:
             return False
@@ -91,10 +93,10 @@ class Cells:
         elif isinstance(self._values, torch.Tensor):
             self._values.copy_(torch.from_dlpack(vector))
         else:
-            self._values[self._at] = np.asarray(vector)
+            self._values[self._positions] = np.asarray(vector)
 
 
-class Number:
+class ScalarResult:
     """A new 0-d CPU tensor for one result of a program, copied as the results in a `ScalarVector` are.
 
     Copying is much faster than importing the result.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from weakref import WeakValueDictionary
 
-from bridge._compiler.plan import Plan
-from bridge._xla.compile import Piece, meanwhile
+from bridge._compiler.plan import UpdatePlan
+from bridge._xla.compile import LazyExecutable, submit
 
-from .executable import Program
+from .executable import UpdateExecutable
 
 _compilations = 0
 
@@ -18,46 +18,46 @@ _compilations = 0
 # `_programs` has all executables that are alive. `_lru` keeps those alive that were requested last, also where no optimizer uses them.
 # The number is bounded because each executable takes memory mappings, of which Linux gives a process a limited number. XLA's compiler
 # aborts the process when none is left.
-_programs: WeakValueDictionary[Plan, Program] = WeakValueDictionary()
-_recent: dict[Plan, Program] = {}
-_PROGRAMS_KEPT = 128
+_programs: WeakValueDictionary[UpdatePlan, UpdateExecutable] = WeakValueDictionary()
+_lru: dict[UpdatePlan, UpdateExecutable] = {}
+_LRU_SIZE = 128
 _programs_lock = threading.Lock()
 
 
-def programs(plans: Sequence[Plan]) -> list[Program]:
+def get_executables(plans: Sequence[UpdatePlan]) -> list[UpdateExecutable]:
     """Return the executables of plans. Compile those that this process has not, several at once in a pool of threads.
 
     Plans with many classes of leaves compile longest, so they are traced first and compile while the others are traced.
     """
     global _compilations
     with _programs_lock:
-        found = {plan: program for plan in plans if (program := _programs.get(plan)) is not None}
-        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in found), key=lambda plan: -len(set(plan.leaves)))
-        new: dict[Plan, Program] = {}
-        compiling: dict[Piece, Future[None]] = {}
+        by_plan = {plan: program for plan in plans if (program := _programs.get(plan)) is not None}
+        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in by_plan), key=lambda plan: -len(set(plan.leaves)))
+        new: dict[UpdatePlan, UpdateExecutable] = {}
+        compiling: dict[LazyExecutable, Future[None]] = {}
         try:
             for plan in missing:
-                program = new[plan] = Program(plan)
-                pieces = [piece for piece in program.pieces if piece.compiled is None and piece not in compiling]
-                if len(missing) == len(pieces) == 1:
-                    pieces[0].compile()
+                program = new[plan] = UpdateExecutable(plan)
+                to_compile = [piece for piece in program.lazy_executables if piece.compiled is None and piece not in compiling]
+                if len(missing) == len(to_compile) == 1:
+                    to_compile[0].compile()
                 else:
-                    compiling |= {piece: meanwhile(piece.compile) for piece in pieces}
+                    compiling |= {piece: submit(piece.compile) for piece in to_compile}
         finally:
             wait(compiling.values())
         for each in compiling.values():
             each.result()  # raises the error of a failed compilation
         for program in new.values():
-            program.ready()
+            program.finish_compiling()
         _compilations += len(new)
         _programs.update(new)
-        found |= new
-        for plan, program in found.items():  # most recently used last
-            _recent.pop(plan, None)
-            _recent[plan] = program
-        while len(_recent) > max(_PROGRAMS_KEPT, len(found)):
-            del _recent[next(iter(_recent))]
-    return [found[plan] for plan in plans]
+        by_plan |= new
+        for plan, program in by_plan.items():  # most recently used last
+            _lru.pop(plan, None)
+            _lru[plan] = program
+        while len(_lru) > max(_LRU_SIZE, len(by_plan)):
+            del _lru[next(iter(_lru))]
+    return [by_plan[plan] for plan in plans]
 
 
 def compilations() -> int:

@@ -9,18 +9,18 @@ from typing import Protocol
 import torch
 
 from bridge._memory.call_arguments import Argument
-from bridge._memory.jax_buffers import Memory
-from bridge._memory.scalar_vectors import Cells
+from bridge._memory.jax_buffers import JaxBuffer
+from bridge._memory.scalar_vectors import ScalarVector
 
-from .executable import Program
-from .streaming_stats import Reader
+from .executable import UpdateExecutable
+from .streaming_stats import StreamingStats
 
 
-class HasMemory(Protocol):
+class HasJaxBuffer(Protocol):
     """A leaf that may have a jax buffer, which is donated and replaced."""
 
     @property
-    def memory(self) -> Memory | None: ...
+    def jax_buffer(self) -> JaxBuffer | None: ...
 
 
 class Launch(ABC):
@@ -52,32 +52,52 @@ class Launch(ABC):
     """
 
     __slots__ = (
-        "flat", "gathered", "inplace", "joined", "kept", "kept_operands", "kept_order", "live", "masks", "mirrored", "mirrors",
-        "offsets", "params", "positions", "program", "reader", "ready", "room", "rows", "scalars", "state", "targets",
+        "active_rows",
+        "argument_positions",
+        "as_arguments",
+        "bucket_grads",
+        "cat_gathers",
+        "copied_back",
+        "copied_back_as_arguments",
+        "copied_back_dim_order",
+        "copied_result_bytes",
+        "copy_gathers",
+        "copy_targets",
+        "executable",
+        "inplace",
+        "is_prepared",
+        "masks",
+        "mirrored",
+        "mirrors",
+        "params",
+        "row_offsets",
+        "scalars",
+        "state",
+        "streaming_stats",
     )  # fmt: skip
 
-    program: Program
-    reader: Reader | None
-    ready: bool
-    room: int
-    inplace: Sequence[HasMemory]
+    executable: UpdateExecutable
+    streaming_stats: StreamingStats | None
+    is_prepared: bool
+    copied_result_bytes: int
+    inplace: Sequence[HasJaxBuffer]
     params: Sequence[torch.Tensor]
-    state: Sequence[Memory]
-    scalars: Sequence[Cells]
-    kept: Sequence[torch.Tensor]
-    kept_order: Sequence[tuple[int, ...] | None]
-    kept_operands: Callable[[Sequence[torch.Tensor]], Sequence[Argument]]
-    positions: Sequence[int]
-    flat: Callable[[Sequence[torch.Tensor]], Sequence[Argument]]
-    joined: Sequence[tuple[Sequence[int], torch.Tensor]]
-    gathered: Sequence[int]
-    targets: list[torch.Tensor]
-    rows: list[torch.Tensor]
+    state: Sequence[JaxBuffer]
+    scalars: Sequence[ScalarVector]
+    copied_back: Sequence[torch.Tensor]
+    copied_back_dim_order: Sequence[tuple[int, ...] | None]
+    copied_back_as_arguments: Callable[[Sequence[torch.Tensor]], Sequence[Argument]]
+    argument_positions: Sequence[int]
+    as_arguments: Callable[[Sequence[torch.Tensor]], Sequence[Argument]]
+    cat_gathers: Sequence[tuple[Sequence[int], torch.Tensor]]
+    copy_gathers: Sequence[int]
+    copy_targets: list[torch.Tensor]
+    bucket_grads: list[torch.Tensor]
     mirrored: list[torch.Tensor]
     mirrors: list[torch.Tensor]
     masks: list[Argument]
-    offsets: Argument
-    live: Argument
+    row_offsets: Argument
+    active_rows: Argument
 
     @abstractmethod
     def prepare(self) -> None:

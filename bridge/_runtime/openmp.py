@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-SOFT = 1  # omp_pause_soft, https://www.openmp.org/spec-html/5.0/openmpsu157.html
+PAUSE_SOFT = 1  # omp_pause_soft, https://www.openmp.org/spec-html/5.0/openmpsu157.html
 # The least elements that a program updates for each torch thread: below, restarting the threads costs more than their spinning.
-ELEMENTS_A_THREAD = 1 << 17
+MIN_ELEMENTS_PER_THREAD = 1 << 17
 
 
-def _found() -> Callable[[int], int] | None:
+def _find_pause_function() -> Callable[[int], int] | None:
     """Find `omp_pause_resource_all` (OpenMP 5.0) in the runtime that torch is linked to. Return None with MASKBRIDGE_OPENMP=0."""
     if os.environ.get("MASKBRIDGE_OPENMP") == "0" or "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
@@ -30,4 +30,4 @@ def _found() -> Callable[[int], int] | None:
 
 # Ends the threads that torch's last operation on this thread has left. torch starts them again with its next parallel operation. Threads
 # of operations on other Python threads stay. None where the runtime has no such function.
-pause = _found()
+pause = _find_pause_function()

@@ -16,13 +16,13 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from bridge._compat.types import Device, PyTreeDef
-from bridge._compiler.chunking import in_tiles
-from bridge._ir.classify import body_of
-from bridge._ir.fingerprint import kind_text, params_text
-from bridge._ir.jaxpr import _is_part, literal, slice_of
+from bridge._compiler.chunking import fixed_size_chunks
+from bridge._ir.classify import called_jaxpr
+from bridge._ir.fingerprint import aval_text, params_text
+from bridge._ir.jaxpr import backward_slice, is_outlined, literal_value
 from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Literal, PyTree, Var, aval_of
 from bridge._xla import streams
-from bridge._xla.compile import CompilerOptions, Piece
+from bridge._xla.compile import CompilerOptions, LazyExecutable
 
 Abstract: TypeAlias = jax.ShapeDtypeStruct | np.ndarray
 # Of parts that are alike: the function, which operands are constants, the first operand of each variable, what replaces which operand.
@@ -35,9 +35,9 @@ class _How(NamedTuple):
     device: Device
     options: CompilerOptions
 
-    def piece(self, function: Callable[..., list[jax.Array]], arguments: tuple[Sequence[Abstract], ...]) -> Piece:
+    def piece(self, function: Callable[..., list[jax.Array]], arguments: tuple[Sequence[Abstract], ...]) -> LazyExecutable:
         """Of lists (donated arrays, arrays, tokens, constants) to one, tokens last."""
-        return Piece(jax.jit(function, donate_argnums=(0,), keep_unused=True).lower(*arguments), self.options)
+        return LazyExecutable(jax.jit(function, donate_argnums=(0,), keep_unused=True).lower(*arguments), self.options)
 
     def like(self, variables: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
         """What these variables are."""
@@ -49,7 +49,7 @@ class _How(NamedTuple):
 class _Call(NamedTuple):
     """One call of a piece: the places of what it is given, and constants."""
 
-    piece: Piece
+    piece: LazyExecutable
     donated: list[int]
     read: list[int]
     tokens: list[int]
@@ -69,7 +69,7 @@ class Pieces:
         self._calls, self._results, self._structure = calls, results, structure
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[LazyExecutable]:
         """Each once; all must be compiled before a call."""
         return list(dict.fromkeys(call.piece for call in self._calls))
 
@@ -84,15 +84,15 @@ class Pieces:
     def __call__(self, *arguments: PyTree) -> PyTree:
         """The results as the program gives them, with a token for each call that has some."""
         values = jax.tree.leaves(arguments)
-        before, *orders = streams.orders()
+        before, *orders = streams.stream_ids()
         try:
             for n, (piece, donated, read, tokens, constants) in enumerate(self._calls):
                 if tokens:  # the one that it takes is there when all is known: so it may be in an order of its own
-                    streams.choose(orders[n % len(orders)])
+                    streams.set_stream(orders[n % len(orders)])
                 given = (list(map(values.__getitem__, at)) for at in (donated, read, tokens))
                 values += piece.compiled(*given, constants)
         finally:
-            streams.choose(before)
+            streams.set_stream(before)
         results, count = list(map(values.__getitem__, self._results)), self._structure.num_leaves
         *others, token = self._structure.unflatten(results[:count])
         return *others, token + results[count:]
@@ -109,7 +109,7 @@ def cut(closed: ClosedJaxpr, structure: PyTreeDef, donated: int, device: Device,
       options: the compiler's.
     """
     jaxpr, how = closed.jaxpr, _How(device, options)
-    if closed.effects or not any(map(_is_part, jaxpr.eqns)):
+    if closed.effects or not any(map(is_outlined, jaxpr.eqns)):
         return None
     early, late = _sorted(closed, donated)
     made = _Calls(jaxpr.invars)
@@ -139,7 +139,7 @@ class _Calls:
 
     def add(
         self,
-        piece: Piece,
+        piece: LazyExecutable,
         donated: Sequence[Atom],
         read: Sequence[Atom],
         gives: Sequence[Atom],
@@ -158,7 +158,7 @@ def _add_others(made: _Calls, closed: ClosedJaxpr, results: Sequence[int], donat
     jaxpr = closed.jaxpr
     later = dict.fromkeys(v for kind in late for eqn in kind.eqns for v in kind.read([eqn]) if v not in made.at)
     outvars = [*(jaxpr.outvars[i] for i in results), *later]
-    eqns = slice_of(jaxpr.eqns, outvars, cast(dict[Var, int], made.at))
+    eqns = backward_slice(jaxpr.eqns, outvars, cast(dict[Var, int], made.at))
     own = dict.fromkeys(jaxpr.invars[i] for i in results if i < donated)
     needed = {v for v in chain(outvars, *(eqn.invars for eqn in eqns)) if not isinstance(v, Literal)}
     read = [v for v in made.at if v in needed and v not in own]
@@ -183,7 +183,7 @@ def _sorted(closed: ClosedJaxpr, donated: int) -> tuple[list[_Alike], list[_Alik
     needed = Counter(v for v in chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) if not isinstance(v, Literal))
     early: dict[_Kind, list[Eqn]] = {}
     late: dict[_Kind, list[Eqn]] = {}
-    for eqn in filter(_is_part, jaxpr.eqns):
+    for eqn in filter(is_outlined, jaxpr.eqns):
         fixed = tuple(isinstance(v, Literal) or v in constants for v in eqn.invars)
         if any(is_fixed and aval_of(v).size > 1 for is_fixed, v in zip(fixed, eqn.invars, strict=True)):
             continue  # it would be handed over at each call
@@ -194,9 +194,9 @@ def _sorted(closed: ClosedJaxpr, donated: int) -> tuple[list[_Alike], list[_Alik
             replaced = tuple((i, replaces[v]) for i, v in given if v in replaces)
             others = [v for _, v in given if v not in replaces]
             if len(replaced) == len(replaces) and all(argument.get(v, donated) >= donated for v in others):
-                late.setdefault((id(body_of(eqn)), fixed, first, replaced), []).append(eqn)
+                late.setdefault((id(called_jaxpr(eqn)), fixed, first, replaced), []).append(eqn)
         elif all(v in argument for _, v in given):
-            early.setdefault((id(body_of(eqn)), fixed, first, ()), []).append(eqn)
+            early.setdefault((id(called_jaxpr(eqn)), fixed, first, ()), []).append(eqn)
 
     def alike(kinds: dict[_Kind, list[Eqn]]) -> list[_Alike]:
         return [_Alike(eqns, fixed, first, replaced, constants) for (_, fixed, first, replaced), eqns in kinds.items()]
@@ -207,10 +207,10 @@ def _sorted(closed: ClosedJaxpr, donated: int) -> tuple[list[_Alike], list[_Alik
 def _tiled(kinds: Iterable[_Alike]) -> Iterator[tuple[_Alike, Sequence[Eqn]]]:
     """Of each kind its calls, so many at a time as one piece makes."""
     for kind in kinds:
-        yield from ((kind, eqns) for eqns in in_tiles(kind.eqns))
+        yield from ((kind, eqns) for eqns in fixed_size_chunks(kind.eqns))
 
 
-_tiles: weakref.WeakValueDictionary[tuple[Hashable, ...], Piece] = weakref.WeakValueDictionary()
+_tiles: weakref.WeakValueDictionary[tuple[Hashable, ...], LazyExecutable] = weakref.WeakValueDictionary()
 
 
 class _Alike:
@@ -250,20 +250,20 @@ class _Alike:
 
     def constants(self, eqns: Sequence[Eqn]) -> list[np.ndarray]:
         """Of each operand that is constant those of all these calls."""
-        value = lambda v: literal(v) if isinstance(v, Literal) else np.asarray(self._constants[v])  # noqa: E731
+        value = lambda v: literal_value(v) if isinstance(v, Literal) else np.asarray(self._constants[v])  # noqa: E731
         return [np.stack([value(eqn.invars[i]) for eqn in eqns]) for i in self._fixed]
 
     def results(self, eqns: Sequence[Eqn]) -> list[Var]:
         """What they give, first what replaces what is donated, in its order."""
         return [eqn.outvars[i] for which in (self._replacing, self._further) for eqn in eqns for i in which]
 
-    def piece(self, eqns: Sequence[Eqn], token: Atom | None, how: _How) -> Piece:
+    def piece(self, eqns: Sequence[Eqn], token: Atom | None, how: _How) -> LazyExecutable:
         """That of as many calls, the same for equal ones in this process; with a `token`, a variable, it takes one and gives one."""
-        body = cast(ClosedJaxpr, body_of(eqns[0]))
+        body = cast(ClosedJaxpr, called_jaxpr(eqns[0]))
         count, first, fixed, shared, own, donated, replacing, further = (
             len(eqns), self._first, self._fixed, self._shared, self._own, self._donated, self._replacing, self._further
         )  # fmt: skip
-        kinds = tuple(kind_text(aval_of(v)) for v in (*body.jaxpr.constvars, *body.jaxpr.invars))
+        kinds = tuple(aval_text(aval_of(v)) for v in (*body.jaxpr.constvars, *body.jaxpr.invars))
         key = (
             params_text({"body": body}),
             kinds,

@@ -24,14 +24,14 @@ import torch
 
 from bridge import _process
 from bridge._compat.types import Device
-from bridge._compiler.grad_stats import found_by
-from bridge._compiler.plan import _LEAST, _PLACES, PART
+from bridge._compiler.grad_stats import stats_by
+from bridge._compiler.plan import CONCURRENT_CHUNKS, MIN_STREAMED_ELEMENTS, READ_CHUNK
 from bridge._interop.dlpack import dense_order
-from bridge._memory.address_space import BASE, dense, everything
+from bridge._memory.address_space import BASE_ADDRESS, as_dense, process_memory
 from bridge._process import default_promotion, default_settings
 from bridge._xla import streams
-from bridge._xla.compile import Piece
-from bridge._xla.compile_options import of_update
+from bridge._xla.compile import LazyExecutable
+from bridge._xla.compile_options import update_options
 
 from . import openmp
 
@@ -39,7 +39,7 @@ _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
 @functools.cache
-def piece(dtype: str, clip: bool, scaled: bool, device: Device) -> Piece:
+def streaming_stats_executable(dtype: str, clip: bool, scaled: bool, device: Device) -> LazyExecutable:
     """Compile the executable of one core: (memory, numbers, order, scaling, after) -> statistics as of `grad_stats`, float64 (2,).
 
     memory, numbers: the process-wide array as `dtype` and as int64.
@@ -57,40 +57,40 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Device) -> Piece:
             return jax.lax.dynamic_slice(numbers, (i,), (1,))[0].astype(np.uint64)
 
         def part(i: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(memory, (number(i),), (PART,))
+            return jax.lax.dynamic_slice(memory, (number(i),), (READ_CHUNK,))
 
         def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
             def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
-                terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(_PLACES)]
+                terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(CONCURRENT_CHUNKS)]
                 while len(terms) > 1:  # in pairs, which do not depend on each other
                     terms = list(map(operator.add, terms[::2], terms[1::2]))
                 return sums + terms[0]
 
             def rest(i: jax.Array, sums: jax.Array) -> jax.Array:
                 at = rests + np.uint64(2) * i
-                counts = jax.lax.iota(np.uint64, PART) >= number(at + np.uint64(1))
+                counts = jax.lax.iota(np.uint64, READ_CHUNK) >= number(at + np.uint64(1))
                 return sums + jnp.where(counts, term(part(at)), jnp.zeros((), memory.dtype))
 
-            sums = _times(count, rest, _times(turns, turn, jnp.zeros(PART, memory.dtype)))
+            sums = _repeat(count, rest, _repeat(turns, turn, jnp.zeros(READ_CHUNK, memory.dtype)))
             return jnp.sum(sums.astype(np.float64))
 
-        return found_by(sum_of, clip, scaling, device.platform)
+        return stats_by(sum_of, clip, scaling, device.platform)
 
     program.__name__ = program.__qualname__ = "gradients_read"
     array = functools.partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
-    memory, numbers = (array(everything(np.dtype(kind)).shape, np.dtype(kind)) for kind in (dtype, "int64"))
+    memory, numbers = (array(process_memory(np.dtype(kind)).shape, np.dtype(kind)) for kind in (dtype, "int64"))
     scaling = [array((1,), np.float32)] if scaled else []
     with default_settings(), default_promotion():
         lowered = jax.jit(program).lower(memory, numbers, array((4,), np.int64), scaling, array((1,), np.float64))
-    return Piece(lowered, of_update(device))
+    return LazyExecutable(lowered, update_options(device))
 
 
-def _times(count: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+def _repeat(count: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
     first = count * np.uint64(0), start
     return jax.lax.while_loop(lambda carry: carry[0] < count, lambda carry: (carry[0] + np.uint64(1), body(*carry)), first)[1]
 
 
-class Reader:
+class StreamingStats:
     """Streams over the large gradients of a step, on each core with one executable, and sums up the statistics.
 
     It keeps the tables and the copies of gradients that the executables read until `finish_reading`.
@@ -101,34 +101,39 @@ class Reader:
     """
 
     def __init__(self, gradients: Sequence[tuple[int, int, str]], clip: bool, scaled: bool, device: Device) -> None:
-        own = {kind: [(at, size) for at, size, dtype in gradients if dtype == kind] for kind in dict.fromkeys(d for *_, d in gradients)}
-        self._device, self._numbers = device, everything(np.dtype(np.int64))
-        self._kinds = [_Kind(np.dtype(dtype), each, piece(dtype, clip, scaled, device)) for dtype, each in own.items()]
-        self._found: list[jax.Array] = []
+        by_dtype = {
+            kind: [(at, size) for at, size, dtype in gradients if dtype == kind] for kind in dict.fromkeys(d for *_, d in gradients)
+        }
+        self._device, self._numbers = device, process_memory(np.dtype(np.int64))
+        self._per_dtype = [
+            _PerDtypeStats(np.dtype(dtype), each, streaming_stats_executable(dtype, clip, scaled, device))
+            for dtype, each in by_dtype.items()
+        ]
+        self._partial_stats: list[jax.Array] = []
 
     def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[jax.typing.ArrayLike]) -> jax.Array:
         """Start reading after all that this thread has dispatched to jax, and return the statistics as an array."""
         if openmp.pause:
-            openmp.pause(openmp.SOFT)
-        after, (before, *others) = streams.opened(np.zeros(1), self._device, _process.CORES)
+            openmp.pause(openmp.PAUSE_SOFT)
+        after, (before, *others) = streams.fork_streams(np.zeros(1), self._device, _process.CORES)
         try:
-            for kind in self._kinds:
+            for kind in self._per_dtype:
                 for order, share in zip(others, kind.shares(grads), strict=False):
-                    streams.choose(order)
-                    self._found.append(kind.piece.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
-            return _total(self._found)
+                    streams.set_stream(order)
+                    self._partial_stats.append(kind.executable.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
+            return _total(self._partial_stats)
         except BaseException:  # raised again once nothing reads the gradients
-            self.end()
+            self.finish_reading()
             raise
         finally:
-            streams.choose(before)
+            streams.set_stream(before)
 
-    def end(self) -> None:
+    def finish_reading(self) -> None:
         """Wait until all gradients are read, and release them."""
-        for found in self._found:
+        for found in self._partial_stats:
             found.block_until_ready()
-        self._found = []
-        for kind in self._kinds:
+        self._partial_stats = []
+        for kind in self._per_dtype:
             kind.copies = []
 
 
@@ -139,7 +144,7 @@ def _sum(found: list[jax.Array]) -> jax.Array:
 _total: Callable[[list[jax.Array]], jax.Array] = jax.jit(_sum)
 
 
-class _Kind:
+class _PerDtypeStats:
     """The gradients of one dtype, cut into parts that are distributed over the cores.
 
     Parts that do not fill an iteration, and the ends of gradients, are remainders.
@@ -148,27 +153,27 @@ class _Kind:
     `_offset_in_gradient` where it begins there, and `_table_index` its position in the table.
     """
 
-    def __init__(self, dtype: np.dtype, gradients: Sequence[tuple[int, int]], piece: Piece) -> None:
-        self.piece, self.memory = piece, everything(dtype)
+    def __init__(self, dtype: np.dtype, gradients: Sequence[tuple[int, int]], executable: LazyExecutable) -> None:
+        self.executable, self.memory = executable, process_memory(dtype)
         self.copies: list[torch.Tensor] = []
         self._positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
-        self._starts: list[int] = []
-        cores = max(1, min(_process.CORES if streams.SEVERAL else 1, int(sizes.sum()) // _LEAST))
-        whole, ragged = sizes // PART, np.flatnonzero(sizes % PART)
-        turns = int(whole.sum()) // (_PLACES * cores)
-        count = turns * _PLACES * cores
+        self._addresses: list[int] = []
+        cores = max(1, min(_process.CORES if streams.HAS_STREAMS else 1, int(sizes.sum()) // MIN_STREAMED_ELEMENTS))
+        whole, ragged = sizes // READ_CHUNK, np.flatnonzero(sizes % READ_CHUNK)
+        turns = int(whole.sum()) // (CONCURRENT_CHUNKS * cores)
+        count = turns * CONCURRENT_CHUNKS * cores
         # The end of a gradient is a part that overlaps the one before it.
-        self._of = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
-        starts: list[np.ndarray] = [np.arange(n) * PART for n in whole.tolist()]
-        self._within = np.concatenate([*starts, sizes[ragged] - PART])
-        rests = np.arange(len(self._of) - count)
-        self._at = np.concatenate([np.arange(count), count + 2 * rests])
+        self._gradient_of_part = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
+        starts: list[np.ndarray] = [np.arange(n) * READ_CHUNK for n in whole.tolist()]
+        self._offset_in_gradient = np.concatenate([*starts, sizes[ragged] - READ_CHUNK])
+        rests = np.arange(len(self._gradient_of_part) - count)
+        self._table_index = np.concatenate([np.arange(count), count + 2 * rests])
         self._table = np.zeros(count + 2 * len(rests), np.int64)
-        self._table[self._at[len(self._at) - len(ragged) :] + 1] = PART - sizes[ragged] % PART
-        first = (self._table.ctypes.data - BASE) // self._table.itemsize
+        self._table[self._table_index[len(self._table_index) - len(ragged) :] + 1] = READ_CHUNK - sizes[ragged] % READ_CHUNK
+        first = (self._table.ctypes.data - BASE_ADDRESS) // self._table.itemsize
         own = np.linspace(0, len(rests), cores + 1).astype(int)
         self._shares = [
-            np.array([first + core * turns * _PLACES, turns, first + count + 2 * own[core], own[core + 1] - own[core]])
+            np.array([first + core * turns * CONCURRENT_CHUNKS, turns, first + count + 2 * own[core], own[core + 1] - own[core]])
             for core in range(cores)
         ]
 
@@ -177,9 +182,9 @@ class _Kind:
         own = list(map(grads.__getitem__, self._positions))
         starts, size = list(map(_address, own)), self.memory.itemsize
         if not all(map(_is_contiguous, own)) or any(start % size for start in starts):
-            own = self.copies = [dense(g, dense_order(g), size) for g in own]
+            own = self.copies = [as_dense(g, dense_order(g), size) for g in own]
             starts = list(map(_address, own))
-        if starts != self._starts:
-            self._starts = starts
-            self._table[self._at] = (np.array(starts) - BASE)[self._of] // size + self._within
+        if starts != self._addresses:
+            self._addresses = starts
+            self._table[self._table_index] = (np.array(starts) - BASE_ADDRESS)[self._gradient_of_part] // size + self._offset_in_gradient
         return self._shares

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import torch
 
-_MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # schedulers send the last two before they end a job
-_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
-_SECONDS = 0.1  # between two checks for signals while another thread has the lock
+_OPTIONAL_SIGNALS = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # schedulers send the last two before they end a job
+_DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _OPTIONAL_SIGNALS if hasattr(signal, name)))
+_LOCK_TIMEOUT_SECONDS = 0.1  # between two checks for signals while another thread has the lock
 
 _locks: dict[Hashable, threading.RLock] = {}
 
@@ -40,28 +40,28 @@ class Transaction:
       devices: the devices whose memory changes, in an order that is the same for all transactions.
     """
 
-    __slots__ = ("_arrived", "_devices", "_handlers", "_interruptible", "_taken")
+    __slots__ = ("_deferred_signals", "_devices", "_handlers", "_held_locks", "_interruptible")
 
     def __init__(self, devices: Sequence[Hashable]) -> None:
         self._devices = devices
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-        self._arrived: list[tuple[int, FrameType | None]] = []
-        self._taken: list[threading.RLock] = []
+        self._deferred_signals: list[tuple[int, FrameType | None]] = []
+        self._held_locks: list[threading.RLock] = []
         self._interruptible = False
 
     def __enter__(self) -> Transaction:
         try:
             if threading.current_thread() is threading.main_thread():
-                for number in _HELD_SIGNALS:
+                for number in _DEFERRED_SIGNALS:
                     handler = signal.getsignal(number)
                     if callable(handler):
                         self._handlers[number] = handler
-                        signal.signal(number, self._note)
+                        signal.signal(number, self._defer_or_call)
             for device in self._devices:
                 lock = _locks.get(device) or _locks.setdefault(device, threading.RLock())
-                while not lock.acquire(timeout=_SECONDS):
-                    self._deliver()
-                self._taken.append(lock)
+                while not lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+                    self._call_deferred_handlers()
+                self._held_locks.append(lock)
         except BaseException:
             self.__exit__()
             raise
@@ -69,70 +69,70 @@ class Transaction:
 
     def __exit__(self, *_: object) -> None:
         self._interruptible = False
-        while self._taken:
-            self._taken.pop().release()
+        while self._held_locks:
+            self._held_locks.pop().release()
         error: BaseException | None = None
         given_back = False
         while not given_back:
             try:
                 for number, handler in self._handlers.items():
                     replaced = signal.signal(number, handler)
-                    if replaced not in (self._note, handler):  # a handler has set another one, which stays
+                    if replaced not in (self._defer_or_call, handler):  # a handler has set another one, which stays
                         signal.signal(number, replaced)
                 given_back = True
             except BaseException as raised:  # noqa: BLE001 - a restored handler has raised; restore the others too
-                error = _behind(error, raised)
-        if self._arrived or error is not None:  # all handlers are restored, so no more signals are deferred
-            self._deliver(error)
+                error = _chain_errors(error, raised)
+        if self._deferred_signals or error is not None:  # all handlers are restored, so no more signals are deferred
+            self._call_deferred_handlers(error)
 
     @contextmanager
     def interruptible(self) -> Generator[None, None, None]:
         """Return a context in which handlers run at once. It is for long work that changes no memory, such as compilation."""
         try:
             self._interruptible = True
-            self._deliver()
+            self._call_deferred_handlers()
             yield
         finally:
             self._interruptible = False
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _defer_or_call(self, number: int, frame: FrameType | None) -> None:
         """Take the place of each handler: record the signal, or call the handler within `interruptible`."""
         if self._interruptible:
             with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():  # keeps the handler out of a trace that it interrupts
                 self._handlers[number](number, frame)
         else:
-            self._arrived.append((number, frame))
+            self._deferred_signals.append((number, frame))
 
-    def _deliver(self, error: BaseException | None = None) -> None:
+    def _call_deferred_handlers(self, error: BaseException | None = None) -> None:
         """Call the handlers of all deferred signals, also after one that raises.
 
         Then raise the last error, with the earlier ones as its context.
         """
-        while self._arrived:
+        while self._deferred_signals:
             try:
-                number, frame = self._arrived[0]
-                del self._arrived[0]  # without a call in between, in which another handler could raise
+                number, frame = self._deferred_signals[0]
+                del self._deferred_signals[0]  # without a call in between, in which another handler could raise
                 self._handlers[number](number, frame)
             except BaseException as raised:  # noqa: BLE001 - raised below, after the other handlers have run
-                error = _behind(error, raised)
+                error = _chain_errors(error, raised)
         if error is not None:
             raise error
 
 
-def _behind(before: BaseException | None, error: BaseException) -> BaseException:
+def _chain_errors(before: BaseException | None, error: BaseException) -> BaseException:
     if before is not error and error.__context__ is None:
         error.__context__ = before
     return error
 
 
-def _after_fork() -> None:
+def _reset_in_child() -> None:
     """Reset locks and handlers in a forked child: the threads that hold the locks and defer the signals do not exist there."""
     _locks.clear()
-    for number in _HELD_SIGNALS:
+    for number in _DEFERRED_SIGNALS:
         handler: Any = signal.getsignal(number)
-        while getattr(handler, "__func__", None) is Transaction._note:
+        while getattr(handler, "__func__", None) is Transaction._defer_or_call:
             handler = handler.__self__._handlers[number]
             signal.signal(number, handler)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_reset_in_child)

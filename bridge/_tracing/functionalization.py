@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 
 
-def written_through(view: Callable[[jax.Array], jax.Array], array: jax.Array, new: jax.Array) -> jax.Array:
+def scatter_through_view(view: Callable[[jax.Array], jax.Array], array: jax.Array, new: jax.Array) -> jax.Array:
     """Return a copy of `array` in which `view(array)` is `new`."""
     position = view(jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape))
     return array.reshape(-1).at[position.reshape(-1)].set(new.reshape(-1), unique_indices=True).reshape(array.shape)
 
 
 @jax.custom_jvp
-def _unnoticed(old: jax.Array, new: jax.Array) -> jax.Array:
+def _write_without_grad(old: jax.Array, new: jax.Array) -> jax.Array:
     return new
 
 
-@_unnoticed.defjvp
+@_write_without_grad.defjvp
 def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[1], tangents[0]
 
 
-def unnoticed(old: jax.Array, new: jax.Array) -> jax.Array:
+def write_without_grad(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return `new` with the derivative of `old`. torch's graph does not record a write under `torch.no_grad` or through `detach()`."""
-    return _unnoticed(old, new) if jnp.issubdtype(old.dtype, jnp.inexact) else new
+    return _write_without_grad(old, new) if jnp.issubdtype(old.dtype, jnp.inexact) else new

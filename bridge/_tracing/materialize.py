@@ -14,42 +14,42 @@ from jax import lax
 
 from bridge._ir.types import PyTree
 
-from .context import TRACE
+from .context import context
 
 
 def on_cpu() -> bool:
     """Whether the module that is traced is on a CPU. True also in code that jax traces later, such as a derivative rule."""
-    return TRACE.device.type == "cpu"
+    return context.device.type == "cpu"
 
 
-def once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
+def materialize(x: jax.Array, enabled: bool | None = None) -> jax.Array:
     """Return x behind a barrier: x and its gradient are each stored before they are read.
 
     Args:
       enabled: whether to add the barrier; None: only on a CPU.
     """
-    return lax.optimization_barrier(x) if _applies(x, wanted) else x
+    return lax.optimization_barrier(x) if _is_enabled(x, enabled) else x
 
 
-def gradient_once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
+def materialize_grad(x: jax.Array, enabled: bool | None = None) -> jax.Array:
     """Return x with a barrier on its gradient alone. `enabled` means the same as in `materialize`."""
-    return _with_stored_gradient(x) if _applies(x, wanted) else x
+    return _materialize_grad(x) if _is_enabled(x, enabled) else x
 
 
-def together(xs: PyTree) -> PyTree:
+def barrier(xs: PyTree) -> PyTree:
     """Return the arrays behind one barrier: none is read before all of them are computed."""
     return lax.optimization_barrier(xs)
 
 
-def _applies(x: jax.Array, wanted: bool | None) -> bool:
-    return (on_cpu() if wanted is None else wanted) and jnp.issubdtype(x.dtype, jnp.inexact)
+def _is_enabled(x: jax.Array, enabled: bool | None) -> bool:
+    return (on_cpu() if enabled is None else enabled) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @jax.custom_jvp
-def _with_stored_gradient(x: jax.Array) -> jax.Array:
+def _materialize_grad(x: jax.Array) -> jax.Array:
     return x
 
 
-@_with_stored_gradient.defjvp
+@_materialize_grad.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[0], lax.optimization_barrier(tangents[0])

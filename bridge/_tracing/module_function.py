@@ -17,20 +17,20 @@ from jax.tree_util import DictKey, KeyPath
 from torch import nn
 
 from bridge._compat.jax import trace_state
-from bridge._compat.torch2jax import drawing_from
-from bridge._interop.containers import holds, with_values
+from bridge._compat.torch2jax import rng_keys_from
+from bridge._interop.containers import path_to_instance, with_values
 from bridge._interop.dlpack import to_jax
-from bridge._interop.dtypes import canonical
+from bridge._interop.dtypes import canonicalize_dtype
 from bridge._ir.types import PyTree
-from bridge._names import mapping, near, nest, path_name, tied_names, unnest
-from bridge._process import not_traced_where_imported
+from bridge._names import check_nested_dict, did_you_mean, nest, path_name, tied_names, unnest
+from bridge._process import disable_torch_compile_if_imported
 from bridge._process import x64 as scope
 
 from . import jax_calls
-from .autograd_function import tracing
-from .context import TRACE, Keys
-from .module_proxy import StandIn
-from .op_registry import autocasts, dispatch, is_traced
+from .autograd_function import trace_scope
+from .context import RngKeySource, context
+from .module_proxy import ModuleProxy
+from .op_registry import dispatch, is_autocast_enabled, is_traced
 from .ops import (
     bags,
     create,
@@ -58,11 +58,11 @@ from .ops import (
     views,
     windows,
 )
-from .originals import not_redirected
-from .patches import redirected
-from .tensor import Traced, as_array, as_traced, joined
+from .originals import without_redirects
+from .patches import redirect_to_proxies
+from .tensor import TracedTensor, as_array, as_traced, register_as_torchish
 
-TABLES = (
+OP_TABLES = (
     elementwise,
     order,
     reductions,
@@ -90,7 +90,7 @@ TABLES = (
     recurrent,
     jax_calls,
 )  # imported because they register operators
-KEYS = Keys()
+RNG_KEYS = RngKeySource()
 
 
 def module_function(module: nn.Module) -> Callable[..., PyTree]:
@@ -127,7 +127,7 @@ def module_function(module: nn.Module) -> Callable[..., PyTree]:
     """
     _check_module(module)
 
-    @not_traced_where_imported
+    @disable_torch_compile_if_imported
     def fn(
         params: Mapping[str, Any],
         *inputs: PyTree,
@@ -136,14 +136,14 @@ def module_function(module: nn.Module) -> Callable[..., PyTree]:
         train: bool | None = None,
         **keywords: PyTree,
     ) -> PyTree:
-        out, new = traced_call(module, _call, params, buffers, inputs, keywords, rng=rng, train=train)
+        out, new = traced_call(module, _call_module, params, buffers, inputs, keywords, rng=rng, train=train)
         return out if buffers is None else (out, new)
 
     fn.__name__ = fn.__qualname__ = f"module_function({type(module).__name__})"
     return fn
 
 
-def _call(model: nn.Module, *args: object, **kwargs: object) -> Any:
+def _call_module(model: nn.Module, *args: object, **kwargs: object) -> Any:
     return model(*args, **kwargs)
 
 
@@ -173,75 +173,78 @@ def traced_call(
     Returns:
       The function's result with jax arrays for tensors, and the nested dict of new buffer values.
     """
-    with not_redirected():
-        named = _given(module, params, "params", dict(module.named_parameters()))
+    with without_redirects():
+        param_arrays = _leaves_by_name(module, params, "params", dict(module.named_parameters()))
         if buffers is None:
-            held = {name: canonical(to_jax(b.detach(), copy=True)) for name, b in module.named_buffers()}
+            buffer_arrays = {name: canonicalize_dtype(to_jax(b.detach(), copy=True)) for name, b in module.named_buffers()}
         else:
-            held = _given(module, buffers, "buffers", dict(module.named_buffers()))
+            buffer_arrays = _leaves_by_name(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
-    joined()
-    with drawing_from(KEYS), _started(module, rng, x64, {} if constants is None else constants):
-        TRACE.home = None if buffers is None else trace_state()
-        TRACE.stand_in = stand_in = StandIn(module, named, held, train)
-        inputs, keywords = _inputs((tuple(args), dict(kwargs or {})))
-        TRACE.doubles, TRACE.tensors = stand_in.doubles, stand_in.tensors
+    register_as_torchish()
+    with rng_keys_from(RNG_KEYS), _module_trace(module, rng, x64, {} if constants is None else constants):
+        context.buffer_trace_state = None if buffers is None else trace_state()
+        context.module_proxy = proxy = ModuleProxy(module, param_arrays, buffer_arrays, train)
+        inputs, keywords = _trace_inputs((tuple(args), dict(kwargs or {})))
+        context.proxies, context.traced_tensors = proxy.proxies, proxy.traced_tensors
         try:
-            with redirected(stand_in.doubles), nullcontext() if x64 is None else scope(x64):
-                out = function(stand_in.root, *inputs, **keywords)
+            with redirect_to_proxies(proxy.proxies), nullcontext() if x64 is None else scope(x64):
+                out = function(proxy.root, *inputs, **keywords)
         finally:
-            TRACE.doubles, TRACE.tensors = {}, {}
-            left = stand_in.restore_original()
-        if left:
+            context.proxies, context.traced_tensors = {}, {}
+            lost_writes = proxy.restore_original()
+        if lost_writes:
             raise ValueError(
-                f"Traced code writes into {left[0]!r} of the original {type(module).__name__}, but the module that jax traces has a copy "
+                f"Traced code writes into {lost_writes[0]!r} of the original {type(module).__name__}, but the module that jax traces "
+                "has a copy "
                 "of it: the value would be lost. Refer to it through the module: self, or the module argument of a hook."
             )
-        stand_in.refuse_written()
-        stand_in.refuse_lost()
-        given = {} if buffers is None else unnest(mapping(buffers, "module_function: buffers", "module_buffers"))
-        return outputs(out), nest((name, _of_type(as_array(buffer), given.get(name))) for name, buffer in stand_in.buffers())
+        proxy.refuse_lost_writes()
+        proxy.refuse_lost_buffers()
+        given_buffers = {} if buffers is None else unnest(check_nested_dict(buffers, "module_function: buffers", "module_buffers"))
+        return to_jax_outputs(out), nest(
+            (name, _restore_dtype(as_array(buffer), given_buffers.get(name))) for name, buffer in proxy.buffers()
+        )
 
 
-def _of_type(new: jax.Array, given: jax.Array | np.ndarray | None) -> jax.Array:
+def _restore_dtype(new: jax.Array, original: jax.Array | np.ndarray | None) -> jax.Array:
     """Return a new buffer value with the dtype of the buffer that was passed, if jax has reduced it to 32 bits."""
-    if given is None or new.dtype == given.dtype or new.dtype != jax.dtypes.canonicalize_dtype(given.dtype):
+    if original is None or new.dtype == original.dtype or new.dtype != jax.dtypes.canonicalize_dtype(original.dtype):
         return new
     with scope():
-        return new.astype(given.dtype)
+        return new.astype(original.dtype)
 
 
-def _started(
+def _module_trace(
     module: nn.Module, rng: jax.Array | None, x64: bool | None, constants: dict[int, tuple[torch.Tensor, jax.Array]]
 ) -> AbstractContextManager[None]:
     """Return the context of a new trace of this module's code."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    values = {"rng": rng, "constants": constants, "autocast": autocasts(), "x64": x64, "dispatch": dispatch}
+    values = {"rng": rng, "constants": constants, "autocast_at_entry": is_autocast_enabled(), "jax_x64": x64, "dispatch": dispatch}
     ranks: str = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
-    values |= {"ranks": ranks, "stand_in": None, "home": trace_state()}
-    return tracing(path=(), device=device, drawn=0, doubles={}, tensors={}, within=False, **values)
+    values |= {"jax_rank_promotion": ranks, "module_proxy": None, "buffer_trace_state": trace_state()}
+    return trace_scope(module_path=(), device=device, draw_count=0, proxies={}, traced_tensors={}, in_module_call=False, **values)
 
 
-def _inputs(tree: PyTree, path: KeyPath = ()) -> PyTree:
+def _trace_inputs(tree: PyTree, path: KeyPath = ()) -> PyTree:
     """Return a tree of inputs with traced tensors for arrays. `path` is the tree's path in the arguments."""
-    return jax.tree_util.tree_map_with_path(lambda inner, x: _input((*path, *inner), x), tree)
+    return jax.tree_util.tree_map_with_path(lambda inner, x: _trace_input((*path, *inner), x), tree)
 
 
-def _input(path: KeyPath, x: object) -> PyTree:
+def _trace_input(path: KeyPath, x: object) -> PyTree:
     if isinstance(x, torch.Tensor):
         raise TypeError(
             f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected a jax array. "
             f"Pass bridge.to_jax(x), which copies nothing."
         )
     if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return as_traced(canonical(x))
+        return as_traced(canonicalize_dtype(x))
     if isinstance(x, Mapping):
-        return with_values(x, {key: _inputs(value, (*path, DictKey(key))) for key, value in x.items()})
+        return with_values(x, {key: _trace_inputs(value, (*path, DictKey(key))) for key, value in x.items()})
     return x
 
 
-def outputs(out: PyTree, place: str = "") -> PyTree:
+def to_jax_outputs(out: PyTree, place: str = "") -> PyTree:
     """Return a result of torch code with jax arrays for tensors. A mapping of another type becomes a dict.
 
     Dataclasses and namespaces are copied, with jax arrays for their tensors.
@@ -255,28 +258,28 @@ def outputs(out: PyTree, place: str = "") -> PyTree:
         if is_traced(x) or isinstance(x, torch.Tensor):
             return as_array(x)
         if isinstance(x, Mapping):
-            return outputs(dict(x), here)
+            return to_jax_outputs(dict(x), here)
         if isinstance(x, tuple):
-            return tuple(outputs(y, f"{here}.{i}".lstrip(".")) for i, y in enumerate(x))
-        if isinstance(x, nn.Module) or holds(x, (torch.Tensor, joined())) is None:
+            return tuple(to_jax_outputs(y, f"{here}.{i}".lstrip(".")) for i, y in enumerate(x))
+        if isinstance(x, nn.Module) or path_to_instance(x, (torch.Tensor, register_as_torchish())) is None:
             return x
         if isinstance(x, SimpleNamespace) or (dataclasses.is_dataclass(x) and not isinstance(x, type)):
-            return _with_arrays(x, here)
+            return _fields_to_jax(x, here)
         raise TypeError(
             f"{f'Output {here!r}' if here else 'The output'} of the traced code is a {type(x).__name__}, which holds tensors and is no "
             "pytree to jax. Return a dict of the tensors in it."
         )
 
-    return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=lambda x: type(x) is Traced)
+    return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=lambda x: type(x) is TracedTensor)
 
 
-def _with_arrays(x: Any, place: str) -> Any:
+def _fields_to_jax(x: Any, place: str) -> Any:
     """Return a copy of a dataclass or namespace with jax arrays for its tensors."""
     names = [field.name for field in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else list(vars(x))
     new = copy.copy(x)
     for name in names:
         if hasattr(x, name):
-            object.__setattr__(new, name, outputs(getattr(x, name), f"{place}.{name}".lstrip(".")))
+            object.__setattr__(new, name, to_jax_outputs(getattr(x, name), f"{place}.{name}".lstrip(".")))
     return new
 
 
@@ -297,21 +300,21 @@ def _check_key(rng: jax.Array | None) -> None:
         raise TypeError(f"module_function: rng is {rng!r}; expected a key, such as jax.random.key(0).")
 
 
-def _given(module: nn.Module, tree: object, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
+def _leaves_by_name(module: nn.Module, tree: object, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
     """Return the leaves of a tree by name. Raise an error if names or shapes are not the module's."""
-    flat = unnest(mapping(tree, f"module_function: {what}", "module_tree" if what == "params" else "module_buffers"))
+    flat = unnest(check_nested_dict(tree, f"module_function: {what}", "module_tree" if what == "params" else "module_buffers"))
     for name in flat:
         if name not in known:
             first = tied_names(module).get(name)
-            also = f" It is tied to {first!r}; pass it there, once." if first else f" {near(name, known)}"
+            also = f" It is tied to {first!r}; pass it there, once." if first else f" {did_you_mean(name, known)}"
             raise ValueError(f"module_function: {what} has {name!r}, which {type(module).__name__} does not have.{also}")
     missing = [name for name in known if name not in flat]
     if missing:
         raise ValueError(f"module_function: {what} lacks {missing[0]!r} ({len(missing)} missing); the module has {len(known)}.")
-    return {name: _leaf(name, flat[name], what, tensor) for name, tensor in known.items()}
+    return {name: _checked_leaf(name, flat[name], what, tensor) for name, tensor in known.items()}
 
 
-def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> jax.Array:
+def _checked_leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> jax.Array:
     if isinstance(leaf, torch.Tensor):
         raise TypeError(f"module_function: {what} has a torch tensor at {name!r}; expected a jax array. Pass bridge.to_jax({what}).")
     if not hasattr(leaf, "shape"):
@@ -325,4 +328,4 @@ def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> jax.Array:
         raise ValueError(
             f"module_function: {name!r} is {tensor.dtype}, and jax's x64 is off. Call within jax.enable_x64(True), or use float()."
         )
-    return canonical(leaf)
+    return canonicalize_dtype(leaf)

@@ -17,103 +17,105 @@ from torch import nn
 
 from bridge._compat.torch import DYNAMO
 
-from .context import TRACE
+from .context import context
 
 
-class _Note(NamedTuple):
+class _Patch(NamedTuple):
     """A replaced attribute: its owner and name, the original and the replacement."""
 
     owner: object
     name: str
-    before: object
-    now: object
+    original: object
+    replacement: object
 
 
-_WANTED: list[tuple[object, str, object]] = []
-_Make: TypeAlias = Callable[[Any], object]  # from an attribute's value to its replacement
-_Change: TypeAlias = tuple[object, str, _Make]  # an attribute's owner and name, and how to make its replacement
-_REDIRECTS: dict[str, _Make] = {}
+_REGISTERED: list[tuple[object, str, object]] = []
+_MakeReplacement: TypeAlias = Callable[[Any], object]  # from an attribute's value to its replacement
+_PatchRequest: TypeAlias = tuple[object, str, _MakeReplacement]  # an attribute's owner and name, and how to make its replacement
+_REDIRECTS: dict[str, _MakeReplacement] = {}
 _ABSENT = object()
 _Key = tuple[int, str]  # id of an owner, the name of its attribute
 _lock = threading.RLock()  # reentrant, because a signal handler may trace while this thread holds it
-_going_on: dict[object, set[_Key]] = {}  # each active scope -> the attributes that it needs
-_notes: dict[_Key, _Note] = {}  # the attributes that are replaced now
-_stances: list[AbstractContextManager[object]] = []  # torch.compile stances that were set; leaving one restores the stance before it
+_active_scopes: dict[object, set[_Key]] = {}  # each active scope -> the attributes that it needs
+_applied_patches: dict[_Key, _Patch] = {}  # the attributes that are replaced now
+_compile_stances: list[
+    AbstractContextManager[object]
+] = []  # torch.compile stances that were set; leaving one restores the stance before it
 
 
-def while_tracing(owner: object, name: str, value: object) -> None:
+def patch_while_tracing(owner: object, name: str, value: object) -> None:
     """Register a replacement: `owner` has this attribute value while any thread traces."""
-    _WANTED.append((owner, name, value))
+    _REGISTERED.append((owner, name, value))
 
 
-def patched() -> AbstractContextManager[None]:
+def apply_patches() -> AbstractContextManager[None]:
     """Return a context with all registered replacements, for one trace. Functions compiled by torch.compile run as their Python code."""
-    return _changed([(owner, name, lambda _, value=value: value) for owner, name, value in _WANTED])
+    return _patch_scope([(owner, name, lambda _, value=value: value) for owner, name, value in _REGISTERED])
 
 
-def redirects(methods: Mapping[str, _Make]) -> None:
+def register_redirects(methods: Mapping[str, _MakeReplacement]) -> None:
     """Register methods for the classes of traced modules. Each is made from the class's own method of the same name."""
     _REDIRECTS.update(methods)
 
 
-def redirected(doubles: Mapping[int, nn.Module]) -> AbstractContextManager[None]:
+def redirect_to_proxies(proxies: Mapping[int, nn.Module]) -> AbstractContextManager[None]:
     """Return a context in which attribute access on the original modules reaches these proxies.
 
     Only the classes of these modules are changed, because Python updates every subclass of a changed class. A class whose metaclass
     refuses the change stays as it is.
     """
-    classes = {id(type(double)): type(double) for double in doubles.values()}.values()
-    return _changed([(kind, name, make) for kind in classes for name, make in _REDIRECTS.items()])
+    classes = {id(type(proxy)): type(proxy) for proxy in proxies.values()}.values()
+    return _patch_scope([(kind, name, make) for kind in classes for name, make in _REDIRECTS.items()])
 
 
 @contextmanager
-def _changed(wanted: Sequence[_Change]) -> Iterator[None]:
+def _patch_scope(requests: Sequence[_PatchRequest]) -> Iterator[None]:
     """Replace the attributes for the duration of the context.
 
     An interrupt may arrive at any line, also while the replacements are undone. They are therefore undone twice: the second time does what
     an interrupt of the first left.
     """
-    time = object()
+    scope = object()
     try:
         try:
-            _begin(time, wanted)
+            _enter_scope(scope, requests)
             yield
         finally:
-            _end(time)
+            _exit_scope(scope)
     finally:
-        _end(time)
+        _exit_scope(scope)
 
 
-def _begin(time: object, wanted: Sequence[_Change]) -> None:
+def _enter_scope(scope: object, requests: Sequence[_PatchRequest]) -> None:
     """Replace attributes. Each original is recorded first, because a signal handler may enter and leave its own scope at any line."""
     with _lock:
-        _going_on[time] = {(id(owner), name) for owner, name, _ in wanted}
-        if DYNAMO in sys.modules and not _stances:
-            _stances.append(torch.compiler.set_stance("force_eager"))
-        for owner, name, make in wanted:
+        _active_scopes[scope] = {(id(owner), name) for owner, name, _ in requests}
+        if DYNAMO in sys.modules and not _compile_stances:
+            _compile_stances.append(torch.compiler.set_stance("force_eager"))
+        for owner, name, make in requests:
             key = id(owner), name
-            if key not in _notes:
+            if key not in _applied_patches:
                 now = make(getattr(owner, name, None))
-                _notes.setdefault(key, _Note(owner, name, vars(owner).get(name, _ABSENT), now))
-            _put(owner, name, _notes[key].now)
+                _applied_patches.setdefault(key, _Patch(owner, name, vars(owner).get(name, _ABSENT), now))
+            _set_or_delete(owner, name, _applied_patches[key].replacement)
 
 
-def _end(time: object) -> None:
+def _exit_scope(scope: object) -> None:
     """Restore the attributes that no other scope needs. A second call for one scope does nothing."""
     with _lock:
-        _going_on.pop(time, None)
-        needed = set[_Key]().union(*_going_on.values())
-        for key, note in list(_notes.items()):
+        _active_scopes.pop(scope, None)
+        needed = set[_Key]().union(*_active_scopes.values())
+        for key, note in list(_applied_patches.items()):
             if key not in needed:
-                _put(note.owner, note.name, note.before)
-                _notes.pop(key, None)
-        if not _going_on:
-            for stance in reversed(_stances):
+                _set_or_delete(note.owner, note.name, note.original)
+                _applied_patches.pop(key, None)
+        if not _active_scopes:
+            for stance in reversed(_compile_stances):
                 stance.__exit__(None, None, None)
-            _stances.clear()
+            _compile_stances.clear()
 
 
-def _put(owner: object, name: str, value: object) -> None:
+def _set_or_delete(owner: object, name: str, value: object) -> None:
     if vars(owner).get(name, _ABSENT) is value:
         return
     with suppress(AttributeError, TypeError):  # raised by a metaclass that refuses
@@ -123,14 +125,14 @@ def _put(owner: object, name: str, value: object) -> None:
             setattr(owner, name, value)
 
 
-_compile: Any = torch.compile
+_torch_compile: Any = torch.compile
 
 
-def _not_compiled(model: Any = None, **options: Any) -> Any:
+def _compile_unless_tracing(model: Any = None, **options: Any) -> Any:
     """Do what `torch.compile` does; on a tracing thread, return the model or function uncompiled."""
-    if TRACE.dispatch is None:
-        return _compile(model, **options)
+    if context.dispatch is None:
+        return _torch_compile(model, **options)
     return model if model is not None else lambda function: function
 
 
-while_tracing(torch, "compile", _not_compiled)
+patch_while_tracing(torch, "compile", _compile_unless_tracing)

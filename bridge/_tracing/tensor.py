@@ -17,37 +17,37 @@ from jax import Array
 from jax.core import Tracer
 
 from bridge._compat.torch import make_subclass
-from bridge._compat.torch2jax import is_torchish, torchish
+from bridge._compat.torch2jax import is_torchish, torchish_class
 from bridge._interop.dlpack import to_jax
-from bridge._interop.dtypes import canonical
+from bridge._interop.dtypes import canonicalize_dtype
 from bridge._ir.types import PyTree
 from bridge._process import x64
 
-from .context import TRACE, no_graph, value_needed, where_now
-from .functionalization import unnoticed, written_through
+from .context import context, current_module_path, data_dependent_error, no_autograd_graph_error
+from .functionalization import scatter_through_view, write_without_grad
 from .promotion import torch_dtype
 
 Tensor: Any = torch.Tensor  # Any, because attributes of torch.Tensor are properties here
 # Packages that get a NumPy dtype from `x.dtype`: jax reads it from every object with `__jax_array__` and cannot use a torch.dtype.
-JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
+JAX_PACKAGES = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
 # The modules in which torch checks the arguments of distributions. Checks of unknown values pass.
-CHECKS = tuple(f"torch.distributions.{name}" for name in ("distribution", "constraints", "uniform"))
+ARGUMENT_CHECK_MODULES = tuple(f"torch.distributions.{name}" for name in ("distribution", "constraints", "uniform"))
 
 
 # The errors that jax raises when Python code needs the value of a tracer.
-NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+CONCRETIZATION_ERRORS = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 
 _T = TypeVar("_T")
 
 
-class Graph:
+class GradFnPlaceholder:
     """The `grad_fn` of a traced tensor that requires grad. It only exists: each attribute raises an error."""
 
     def __getattr__(self, name: str) -> Any:
-        raise no_graph(f"grad_fn.{name} belongs")
+        raise no_autograd_graph_error(f"grad_fn.{name} belongs")
 
 
-class View(NamedTuple):
+class ViewSpec(NamedTuple):
     """How a view is computed from its base.
 
     `handler`: the implementation over arrays; `args`, `kwargs`: its arguments after the base's array; `output_index`: the position of the
@@ -61,7 +61,7 @@ class View(NamedTuple):
     func: Callable[..., Any]
 
 
-class Traced(Tensor):
+class TracedTensor(Tensor):
     """A jax value under torch's interface.
 
     It is a real tensor on the meta device with the value's shape and dtype, so that torch's C code can inspect it. A write replaces the
@@ -69,90 +69,90 @@ class Traced(Tensor):
     through `__jax_array__` and as a pytree. Once anything is traced, its class is also a subclass of torch2jax's `Torchish`.
     """
 
-    def __new__(cls, value: jax.Array | np.ndarray, *_: object, **__: object) -> Traced:
+    def __new__(cls, value: jax.Array | np.ndarray, *_: object, **__: object) -> TracedTensor:
         with torch.DisableTorchFunction():
             return make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
 
-    def __init__(self, value: Any, base: Traced | None = None, view: View | None = None, parameter: torch.Tensor | None = None):
+    def __init__(self, value: Any, base: TracedTensor | None = None, view: ViewSpec | None = None, parameter: torch.Tensor | None = None):
         self._value = value
-        self._base_, self._taken = base, view
-        self._writes = 0
-        self._before: list[Traced] = []  # one tensor for each assignment to `data`: the value that it had before
-        self._epoch = len(base._before) if base is not None else 0
-        self._seen = base._stamp() if base is not None else 0
+        self._base_, self._view_spec = base, view
+        self._write_count = 0
+        self._previous_data: list[TracedTensor] = []  # one tensor for each assignment to `data`: the value that it had before
+        self._base_data_index = len(base._previous_data) if base is not None else 0
+        self._base_stamp_seen = base._total_writes() if base is not None else 0
         self._is_param = parameter is not None
         self._wants_grad = parameter is not None and parameter.requires_grad
 
     @property
     def value(self) -> Any:
-        base = self._base_now()
-        if base is not None and self._seen != base._stamp() and self._aliases():
-            self._value, self._seen = self._of(base.value), base._stamp()
+        base = self._current_base()
+        if base is not None and self._base_stamp_seen != base._total_writes() and self._aliases_base():
+            self._value, self._base_stamp_seen = self._apply_view(base.value), base._total_writes()
         return self._value
 
     @value.setter
     def value(self, new: jax.Array) -> None:
-        base = self._base_now()
-        if base is not None and self._aliases():
-            written = self._written(base.value, new)
-            base.value = unnoticed(base.value, written) if cast(View, self._taken).func in DETACHING else written
-            self._seen = base._stamp()
+        base = self._current_base()
+        if base is not None and self._aliases_base():
+            written = self._scatter_into_base(base.value, new)
+            base.value = write_without_grad(base.value, written) if cast(ViewSpec, self._view_spec).func in DETACH_FUNCTIONS else written
+            self._base_stamp_seen = base._total_writes()
         self._value = new
-        self._writes += 1
+        self._write_count += 1
 
-    def put_back(self, value: jax.Array) -> None:
+    def restore_value(self, value: jax.Array) -> None:
         """Restore an earlier value. Views of this tensor see it too."""
         self._value = value
-        self._writes += 1
+        self._write_count += 1
 
     @property
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether code has written into this tensor or through a view of it."""
-        return self._writes > 0
+        return self._write_count > 0
 
-    def _base_now(self) -> Traced | None:
+    def _current_base(self) -> TracedTensor | None:
         """Return the base of this view. If the base's `data` was replaced since, return the tensor with the base's former value."""
         base = self._base_
-        if base is not None and self._epoch < len(base._before):
-            self._base_, self._epoch = base._before[self._epoch], 0
+        if base is not None and self._base_data_index < len(base._previous_data):
+            self._base_, self._base_data_index = base._previous_data[self._base_data_index], 0
         return self._base_
 
-    def _stamp(self) -> int:
-        base = self._base_now()
-        return self._writes + (base._stamp() if base is not None else 0)
+    def _total_writes(self) -> int:
+        base = self._current_base()
+        return self._write_count + (base._total_writes() if base is not None else 0)
 
-    def _of(self, array: jax.Array) -> jax.Array:
-        view = cast(View, self._taken)
+    def _apply_view(self, array: jax.Array) -> jax.Array:
+        view = cast(ViewSpec, self._view_spec)
         out = view.handler(array, *view.args, **view.kwargs)
         return out if view.output_index is None else out[view.output_index]
 
-    def _written(self, array: jax.Array, new: jax.Array) -> jax.Array:
+    def _scatter_into_base(self, array: jax.Array, new: jax.Array) -> jax.Array:
         """Return the base's array with `new` written through this view."""
-        return written_through(self._of, array, new)
+        return scatter_through_view(self._apply_view, array, new)
 
-    def _aliases(self) -> bool:
+    def _aliases_base(self) -> bool:
         """Whether torch would have made a view here and not a copy. `reshape`, for example, decides by strides."""
-        return self._meta()[1]
+        return self._torch_layout()[1]
 
-    def _meta(self) -> tuple[torch.Tensor, bool]:
+    def _torch_layout(self) -> tuple[torch.Tensor, bool]:
         """Return a meta tensor with torch's strides for this tensor, and whether torch would share the base's memory."""
-        base = self._base_now()
+        base = self._current_base()
         if base is None:
-            return _without_memory(self._value), False
-        view = cast(View, self._taken)
+            return _meta_tensor(self._value), False
+        view = cast(ViewSpec, self._view_spec)
         with torch.DisableTorchFunction():
-            base = base._meta()[0]
+            base = base._torch_layout()[0]
             try:
-                out = view.func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in view.args), **view.kwargs)
+                out = view.func(base, *(_meta_tensor(x) if isinstance(x, jax.Array) else x for x in view.args), **view.kwargs)
             except (TypeError, RuntimeError):  # an index whose values decide the shape; torch copies there
-                return _without_memory(self._value), False
+                return _meta_tensor(self._value), False
             out = out if view.output_index is None else out[view.output_index]
             same = out.untyped_storage() is base.untyped_storage()
             return (out, True) if same else (torch.empty_like(out), False)
 
-    def laid_out(self) -> torch.Tensor:
+    def as_meta_tensor(self) -> torch.Tensor:
         """Return a meta tensor with the strides that this tensor would have in torch."""
-        return self._meta()[0]
+        return self._torch_layout()[0]
 
     @classmethod
     def __torch_function__(
@@ -162,11 +162,11 @@ class Traced(Tensor):
 
     def __jax_array__(self) -> jax.Array:
         """Return the value for jax code, with 32 bits where jax keeps no 64-bit types."""
-        if TRACE.x64 is not False:
+        if context.jax_x64 is not False:
             return self.value
         with x64():
             value = self.value
-        return canonical(value)
+        return canonicalize_dtype(value)
 
     def jax(self) -> Array:
         """Return the value, like torchax's tensors. Libraries look for this method to learn that jax traces, and then read no values."""
@@ -174,7 +174,7 @@ class Traced(Tensor):
 
     @property
     def dtype(self) -> torch.dtype | np.dtype:
-        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_PACKAGES:
             return self.value.dtype
         return torch_dtype(self.value)
 
@@ -184,7 +184,7 @@ class Traced(Tensor):
 
     @property
     def size(self) -> Any:
-        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_PACKAGES:
             return self.value.size
         return lambda dim=None: self.shape if dim is None else self.shape[dim]
 
@@ -194,33 +194,37 @@ class Traced(Tensor):
 
     @property
     def device(self) -> torch.device:
-        return TRACE.device
+        return context.device
 
     @property
-    def data(self) -> Traced:
+    def data(self) -> TracedTensor:
         return self.detach()
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         """Share the memory of `new`, and keep the derivative. Existing views of this tensor keep the former memory."""
         old = self.value
-        before = Traced(old, self._base_, self._taken)
-        before._writes, before._epoch, before._seen = self._writes, self._epoch, self._seen
-        self._before.append(before)
-        self._base_ = self._taken = None
+        before = TracedTensor(old, self._base_, self._view_spec)
+        before._write_count, before._base_data_index, before._base_stamp_seen = (
+            self._write_count,
+            self._base_data_index,
+            self._base_stamp_seen,
+        )
+        self._previous_data.append(before)
+        self._base_ = self._view_spec = None
         new = before if new is self else new
-        if type(new) is Traced:
-            kept = lambda array: unnoticed(old, array) if array.dtype == old.dtype else array  # noqa: E731
-            self._base_, self._taken, self._epoch = new, View(kept, (), {}, None, torch.detach), len(new._before)
-        self._value, self._writes = unnoticed(old, as_array(new)), self._writes + 1
-        self._seen = new._stamp() if type(new) is Traced else 0
+        if type(new) is TracedTensor:
+            kept = lambda array: write_without_grad(old, array) if array.dtype == old.dtype else array  # noqa: E731
+            self._base_, self._view_spec, self._base_data_index = new, ViewSpec(kept, (), {}, None, torch.detach), len(new._previous_data)
+        self._value, self._write_count = write_without_grad(old, as_array(new)), self._write_count + 1
+        self._base_stamp_seen = new._total_writes() if type(new) is TracedTensor else 0
 
     grad = property(lambda self: None)
     requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
     is_leaf = property(lambda self: self._is_param or not self._wants_grad)
-    grad_fn = property(lambda self: None if self.is_leaf else Graph())
+    grad_fn = property(lambda self: None if self.is_leaf else GradFnPlaceholder())
 
-    def follow(self) -> None:
+    def mark_requires_grad(self) -> None:
         """Set `requires_grad` if the dtype allows it. torch does so for results of an input that requires grad."""
         self._wants_grad |= torch_dtype(self.value).is_floating_point or torch_dtype(self.value).is_complex
 
@@ -253,27 +257,27 @@ class Traced(Tensor):
 
     nelement = numel
 
-    def requires_grad_(self, requires_grad: bool = True) -> Traced:
+    def requires_grad_(self, requires_grad: bool = True) -> TracedTensor:
         self._wants_grad = requires_grad if not self._is_param else self._wants_grad
         return self
 
     def item(self) -> bool | int | float | complex:
-        return self._asked("item()", lambda x: x.item())
+        return self._read_concrete("item()", lambda x: x.item())
 
     def tolist(self) -> Any:
-        return self._asked("tolist()", lambda x: x.tolist(), whole=True)
+        return self._read_concrete("tolist()", lambda x: x.tolist(), any_size=True)
 
     def numpy(self, *_: object, **__: object) -> np.ndarray:
-        return self._asked("numpy()", np.array, whole=True)
+        return self._read_concrete("numpy()", np.array, any_size=True)
 
-    def _asked(self, what: str, ask: Callable[[jax.Array], _T], whole: bool = False) -> _T:
+    def _read_concrete(self, what: str, ask: Callable[[jax.Array], _T], any_size: bool = False) -> _T:
         """Return `ask(value)`, or raise an error that names `what` if jax does not know the value while it traces."""
         try:
-            return ask(self.value if whole else self._one())
-        except NOT_KNOWN:
-            raise value_needed(what, self.value) from None
+            return ask(self.value if any_size else self._as_scalar())
+        except CONCRETIZATION_ERRORS:
+            raise data_dependent_error(what, self.value) from None
 
-    def _one(self) -> jax.Array:
+    def _as_scalar(self) -> jax.Array:
         """Return the value; as a scalar if the tensor has one element."""
         if self.value.size != 1 or not self.value.ndim:
             return self.value
@@ -283,22 +287,22 @@ class Traced(Tensor):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Traced]:
+    def __iter__(self) -> Iterator[TracedTensor]:
         return iter(_dispatch(torch.unbind, (self,), {}))
 
     def __bool__(self) -> bool:
-        if isinstance(self.value, Tracer) and sys._getframe(1).f_globals.get("__name__") in CHECKS:
+        if isinstance(self.value, Tracer) and sys._getframe(1).f_globals.get("__name__") in ARGUMENT_CHECK_MODULES:
             return True
-        return self._asked("`if` or bool()", bool)
+        return self._read_concrete("`if` or bool()", bool)
 
     def __int__(self) -> int:
-        return self._asked("int()", int)
+        return self._read_concrete("int()", int)
 
     def __float__(self) -> float:
-        return self._asked("float()", float)
+        return self._read_concrete("float()", float)
 
     def __index__(self) -> int:
-        return self._asked("A size or an index of Python", operator.index)
+        return self._read_concrete("A size or an index of Python", operator.index)
 
     def __contains__(self, x: Any) -> bool:
         return bool((self == x).any())
@@ -316,54 +320,56 @@ class Traced(Tensor):
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raise an error: traced values have no autograd graph, for backward or for hooks."""
-        raise no_graph("backward, retain_grad and hooks of a tensor belong")
+        raise no_autograd_graph_error("backward, retain_grad and hooks of a tensor belong")
 
     retain_grad = register_hook = register_post_accumulate_grad_hook = backward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        return memo.setdefault(id(self), self._like(Traced(jax.lax.stop_gradient(self.value) if self.is_leaf else self.value)))
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedTensor:
+        return memo.setdefault(
+            id(self), self._copy_grad_flags(TracedTensor(jax.lax.stop_gradient(self.value) if self.is_leaf else self.value))
+        )
 
-    def __copy__(self) -> Traced:
-        return self._like(self.detach())  # shares memory with this tensor
+    def __copy__(self) -> TracedTensor:
+        return self._copy_grad_flags(self.detach())  # shares memory with this tensor
 
-    def _like(self, copy: Traced) -> Traced:
+    def _copy_grad_flags(self, copy: TracedTensor) -> TracedTensor:
         """Return `copy` with this tensor's flags: whether it is a parameter, and whether it requires grad."""
         copy._is_param, copy._wants_grad = self._is_param, self._wants_grad
         return copy
 
 
 @functools.cache
-def joined() -> type:
+def register_as_torchish() -> type:
     """Make `TracedTensor` a subclass of torch2jax's value class and return that class. Operators registered there check for it."""
-    kind = torchish()
-    Traced.__bases__ = (torch.Tensor, kind)
+    kind = torchish_class()
+    TracedTensor.__bases__ = (torch.Tensor, kind)
     return kind
 
 
-def _without_memory(array: jax.Array) -> torch.Tensor:
+def _meta_tensor(array: jax.Array) -> torch.Tensor:
     return torch.empty(array.shape, dtype=torch_dtype(array), device="meta")
 
 
-DETACHING = frozenset({torch.detach, torch.Tensor.detach})
+DETACH_FUNCTIONS = frozenset({torch.detach, torch.Tensor.detach})
 
 
-def _reverse(x: Traced) -> tuple[()] | tuple[tuple[int, ...]]:
+def _reverse(x: TracedTensor) -> tuple[()] | tuple[tuple[int, ...]]:
     return () if x.ndim == 2 else (tuple(range(x.ndim))[::-1],)
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if TRACE.dispatch is None:
+    if context.dispatch is None:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} was called on a traced tensor after its trace had ended. Something keeps it, "
             f"such as an attribute or a list. Return it from the function instead."
         )
-    return TRACE.dispatch(func, args, kwargs)
+    return context.dispatch(func, args, kwargs)
 
 
 def _dunder(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
-    def called(self: Traced, *args: object) -> Any:
+    def called(self: TracedTensor, *args: object) -> Any:
         return _dispatch(method, (self, *args), {})
 
     called.__name__ = name
@@ -377,31 +383,31 @@ for _name in [
     *(f"__i{x}__" for x in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]),
 ]:
     if hasattr(torch.Tensor, _name):
-        setattr(Traced, _name, _dunder(_name))
+        setattr(TracedTensor, _name, _dunder(_name))
 
 # jax functions get the array of a traced tensor, because not all of them accept another type.
-jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
+jax.tree_util.register_pytree_node(TracedTensor, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
 
 
 def as_traced(tree: PyTree) -> PyTree:
     """Return the pytree with each array as a traced tensor. Random keys stay as they are."""
 
     def leaf(x: object) -> object:
-        return Traced(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return TracedTensor(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
-    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, Traced))
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, TracedTensor))
 
 
 def as_array(x: Any) -> Any:
     """Return the jax value of a traced tensor, a torch tensor as a constant, a NumPy scalar as a Python number; others unchanged."""
-    if type(x) is Traced or is_torchish(x):
+    if type(x) is TracedTensor or is_torchish(x):
         return x.value
     if isinstance(x, torch.Tensor):
-        return constant(x)
+        return capture_constant(x)
     return x.item() if isinstance(x, np.generic) else x  # a Python number, as which torch treats it in promotion
 
 
-def constant(tensor: torch.Tensor) -> jax.Array:
+def capture_constant(tensor: torch.Tensor) -> jax.Array:
     """Return a copy of a torch tensor that is no parameter, buffer or input. Each tensor is copied once in a trace.
 
     Raises:
@@ -409,16 +415,18 @@ def constant(tensor: torch.Tensor) -> jax.Array:
     """
     if tensor.is_meta:
         raise ValueError(
-            f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {where_now()}. If the model was "
+            f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {current_module_path()}. If the "
+            "model was "
             "built on that device, call to_empty() first. torch.vmap and torch.func also make such tensors from traced values: use "
             "jax.vmap, jax.grad or jax.jacrev there, of functions of jnp.asarray(x)."
         )
     if tensor.requires_grad:
         raise ValueError(
-            f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {where_now()}, and it is no parameter of this "
+            f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {current_module_path()}, and it is no parameter "
+            "of this "
             f"module: no gradient could reach it. Register it in the module, pass it as an input, or detach() it."
         )
-    known = TRACE.constants if TRACE.constants is not None else {}
+    known = context.constants if context.constants is not None else {}
     if id(tensor) not in known:
         with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():
             array = to_jax(tensor.detach().clone(), copy=None)

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from bridge._compat.torch import foreach_copy_
-from bridge._interop.dlpack import behind_torch
-from bridge._memory.call_arguments import Argument, operands, results
-from bridge._memory.jax_buffers import Memory, leave_held, readable, taken
-from bridge._memory.scalar_vectors import Number
-from bridge._process import calm
+from bridge._interop.dlpack import torch_stream_token
+from bridge._memory.call_arguments import Argument, as_call_arguments, results_as_tensors
+from bridge._memory.jax_buffers import JaxBuffer, arrays_to_donate, detach_undonated, readable_array
+from bridge._memory.scalar_vectors import ScalarResult
+from bridge._process import jax_context
 from bridge._runtime import in_flight, openmp
 from bridge._runtime import launch as step_launch
 
-from .train_program import Program
+from .train_program import TrainProgram
 
 _is_deleted = methodcaller("is_deleted")
 
@@ -28,7 +28,7 @@ _is_deleted = methodcaller("is_deleted")
 _L = TypeVar("_L", bound=step_launch.Launch)
 
 
-class Arrays(NamedTuple):
+class TrainArrays(NamedTuple):
     """The arguments of one call of a program, in addition to those of its `BoundExecutable`.
 
     buffers: the `JaxBuffer` of each donated module buffer.
@@ -40,20 +40,20 @@ class Arrays(NamedTuple):
     written_tensors: the tensors over memory that the program changes.
     """
 
-    buffers: Sequence[Memory]
-    copied: Sequence[torch.Tensor]
-    copied_order: Sequence[tuple[int, ...] | None]
-    read: Sequence[Argument | Memory | None]
+    buffers: Sequence[JaxBuffer]
+    copied_back: Sequence[torch.Tensor]
+    copied_back_order: Sequence[tuple[int, ...] | None]
+    read_arrays: Sequence[Argument | JaxBuffer | None]
     batch: Sequence[Argument | np.generic]
-    sums: Sequence[Memory]
+    grad_accumulators: Sequence[JaxBuffer]
     seed: np.integer
-    numbers: np.ndarray
-    further: Sequence[Argument]
-    first: bool
-    written: Sequence[torch.Tensor]
+    hyperparams: np.ndarray
+    extra_args: Sequence[Argument]
+    is_first: bool
+    written_tensors: Sequence[torch.Tensor]
 
 
-class Outcome(NamedTuple):
+class TrainResult(NamedTuple):
     """The results of a call: the loss as a tensor, the aux outputs, and `moved` as in `bridge._runtime.execute.StepResult`."""
 
     loss: torch.Tensor
@@ -61,60 +61,62 @@ class Outcome(NamedTuple):
     moved: bool
 
 
-def run(program: Program, launch: _L, arrays: Arrays, landed: list[_L]) -> Outcome:
+def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[_L]) -> TrainResult:
     """Run a program and wait until its results are in the tensors. The caller has opened a transaction.
 
     `completed` is as in `bridge._runtime.execute.run`.
     """
-    room = launch.room + sum(t.nbytes + in_flight.APART for t in arrays.copied if program.plan.device.platform == "cpu")
-    flight, new_kept, new_scalars = in_flight.flight(program.plan.device, launch, room, program.calls_back, landed), [], []
-    copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
-    with flight, calm():
-        params = [memory for leaf in launch.inplace if (memory := leaf.memory) is not None]
-        kept = launch.kept_operands(launch.kept) if launch.kept else []
-        copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
-        read = [readable(x) if isinstance(x, Memory) else x for x in arrays.read]
-        for cells in launch.scalars:
-            cells.collect()
+    room = launch.copied_result_bytes + sum(
+        t.nbytes + in_flight.MAX_RESULT_PADDING for t in arrays.copied_back if program.plan.device.platform == "cpu"
+    )
+    flight, new_kept, new_scalars = in_flight.make_in_flight(program.plan.device, launch, room, program.has_callback, completed), [], []
+    copied_loss = ScalarResult(program.loss_dtype) if program.plan.device.platform == "cpu" else None
+    with flight, jax_context():
+        params = [memory for leaf in launch.inplace if (memory := leaf.jax_buffer) is not None]
+        kept = launch.copied_back_as_arguments(launch.copied_back) if launch.copied_back else []
+        copied = as_call_arguments(arrays.copied_back, arrays.copied_back_order) if arrays.copied_back else []
+        read = [readable_array(x) if isinstance(x, JaxBuffer) else x for x in arrays.read_arrays]
+        for scalar_vector in launch.scalars:
+            scalar_vector.gather()
         if launch.mirrored and program.updates:
             foreach_copy_(launch.mirrors, launch.mirrored)
-        after = [] if program.plan.device.platform == "cpu" else [behind_torch(program.plan.device)]
-        parts = (params, launch.state, arrays.buffers) if program.updates else (arrays.sums, arrays.buffers)
+        after = [] if program.plan.device.platform == "cpu" else [torch_stream_token(program.plan.device)]
+        parts = (params, launch.state, arrays.buffers) if program.updates else (arrays.grad_accumulators, arrays.buffers)
         memories = [memory for part in parts for memory in part]
-        others = list(map(readable, arrays.sums if program.updates else params))
-        first = np.bool_(arrays.first)
+        others = list(map(readable_array, arrays.grad_accumulators if program.updates else params))
+        first = np.bool_(arrays.is_first)
         if (
             program.plan.device.platform == "cpu"
             and openmp.pause
-            and program.elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads()
+            and program.elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads()
         ):
-            openmp.pause(openmp.SOFT)
-        old = taken(memories)
+            openmp.pause(openmp.PAUSE_SOFT)
+        old = arrays_to_donate(memories)
         left = iter(old)
         own = tuple(list(islice(left, len(part))) for part in parts)
         if program.updates:
-            rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first, after
-            scalars = [cells.read() for cells in launch.scalars]
+            rest = launch.masks, arrays.hyperparams, launch.row_offsets, launch.active_rows, list(arrays.extra_args), first, after
+            scalars = [scalar_vector.read() for scalar_vector in launch.scalars]
             arguments = scalars, kept, copied, read, list(arrays.batch), others, arrays.seed, *rest
             *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call(own, arguments)
         else:
             arguments = others, kept, copied, read, list(arrays.batch), arrays.seed, first, after
             *donated, new_copied, loss, aux, token = program.call(own, arguments)
         if not all(map(_is_deleted, old)):
-            leave_held(memories, old)
-        arrived = [array for part in donated for array in part]
-        for memory, array in zip(memories, arrived, strict=True):
+            detach_undonated(memories, old)
+        new_arrays = [array for part in donated for array in part]
+        for memory, array in zip(memories, new_arrays, strict=True):
             memory.array = array
         own = old = left = None  # releasing the donated arrays takes time, during which the program runs
         numbers = launch.scalars if program.updates else (), new_scalars
         if copied_loss is not None:
             numbers = [*numbers[0], copied_loss], [*new_scalars, loss]
-        into = [*(launch.kept if new_kept else ()), *arrays.copied]
-        order = [*(launch.kept_order if new_kept else ()), *arrays.copied_order]
+        into = [*(launch.copied_back if new_kept else ()), *arrays.copied_back]
+        order = [*(launch.copied_back_dim_order if new_kept else ()), *arrays.copied_back_order]
         mirrored, mirrors = (launch.mirrored, launch.mirrors) if program.updates else ([], [])
-        flight.landing.append(
-            in_flight.Landing([token], memories, arrived, numbers, (into, order, [*new_kept, *new_copied], mirrored, mirrors))
+        flight.pending_results.append(
+            in_flight.PendingResults([token], memories, new_arrays, numbers, (into, order, [*new_kept, *new_copied], mirrored, mirrors))
         )
-        torch.autograd.graph.increment_version(arrays.written)
-    loss = results([loss], False)[0] if copied_loss is None else copied_loss.tensor
-    return Outcome(loss, aux, flight.moved)
+        torch.autograd.graph.increment_version(arrays.written_tensors)
+    loss = results_as_tensors([loss], False)[0] if copied_loss is None else copied_loss.tensor
+    return TrainResult(loss, aux, flight.moved)

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from bridge._compiler.spec import Spec
+from bridge._compiler.spec import LeafSpec
 from bridge._ir.queries import properties_of, reachable_inputs
 from bridge._process import default_settings
-from bridge._tracing.jax_calls import in_32_bits
+from bridge._tracing.jax_calls import rules_in_32_bits
 
 
 class HasShape(Protocol):
@@ -25,7 +25,7 @@ class HasShape(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
-class Forward:
+class LossJaxpr:
     """A loss traced to a jaxpr: (params, buffers, batch, seed) -> (loss, aux, buffers), where all but the seed and the loss are lists.
 
     function: the loss, traced with 64-bit types enabled.
@@ -41,10 +41,10 @@ class Forward:
     def __init__(
         self,
         function: Callable[..., object],
-        params: Mapping[str, Spec],
-        buffers: Mapping[str, Spec],
+        params: Mapping[str, LeafSpec],
+        buffers: Mapping[str, LeafSpec],
         batch: Sequence[HasShape],
-        narrow: bool = False,
+        uses_32bit_jax: bool = False,
     ) -> None:
         self.function = function
         self.params, self.buffers = dict(params), dict(buffers)
@@ -54,15 +54,15 @@ class Forward:
         with default_settings():
             traced = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
         closed, (_, aux, _) = traced
-        closed = closed.replace(jaxpr=in_32_bits(closed.jaxpr)) if narrow else closed
-        self.aux, self.narrow = len(aux), narrow
+        closed = closed.replace(jaxpr=rules_in_32_bits(closed.jaxpr)) if uses_32bit_jax else closed
+        self.num_aux, self.uses_32bit_jax = len(aux), uses_32bit_jax
         jaxpr = closed.jaxpr
-        self.calls_back = properties_of(jaxpr).has_callback
+        self.has_callback = properties_of(jaxpr).has_callback
         count = len(self.params)
-        self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reachable_inputs(jaxpr, [0]) if i < count)].tolist())
-        own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.aux :]
-        self.changed = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
-        self.random = len(jaxpr.invars) - 1 in reachable_inputs(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
+        self.params_reached = frozenset(np.array(list(self.params))[sorted(i for i in reachable_inputs(jaxpr, [0]) if i < count)].tolist())
+        own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.num_aux :]
+        self.changed_buffers = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
+        self.uses_seed = len(jaxpr.invars) - 1 in reachable_inputs(jaxpr, range(len(jaxpr.outvars)), through_nondifferentiable=True)
         self._evaluate = jaxpr_as_fun(closed)
         self.jaxpr = closed
 
@@ -70,4 +70,4 @@ class Forward:
         self, params: Sequence[jax.Array], buffers: Sequence[jax.Array], batch: Sequence[jax.Array], seed: jax.Array
     ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         loss, *rest = self._evaluate(*params, *buffers, *batch, seed)
-        return loss, rest[: self.aux], rest[self.aux :]
+        return loss, rest[: self.num_aux], rest[self.num_aux :]

@@ -21,8 +21,8 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from bridge._compiler.plan import Plan, abstract
-from bridge._compiler.spec import Spec, flatten, unflatten
+from bridge._compiler.plan import UpdatePlan, abstract_args
+from bridge._compiler.spec import LeafSpec, flatten, unflatten
 from bridge._compiler.update import update
 from bridge._ir.queries import properties_of
 from bridge._ir.types import Jaxpr, PyTree
@@ -30,24 +30,24 @@ from bridge._names import path_name
 from bridge._process import default_promotion, default_settings, x64
 from bridge._runtime import cache
 from bridge._tracing.jax_calls import callbacks_in_32_bits
-from bridge._tracing.materialize import together
+from bridge._tracing.materialize import barrier
 from bridge._tracing.promotion import torch_dtype
-from bridge._xla.compile import bytes_accessed, compiled
-from bridge._xla.compile_options import of_training
+from bridge._xla.compile import bytes_accessed, compile_lowered
+from bridge._xla.compile_options import train_options
 
-from .loss_jaxpr import Forward
-from .passes.float32_sums import summed_in_float32
-from .passes.materialize_operands import stored_for_products
-from .passes.matmul_layout import arranged
+from .loss_jaxpr import LossJaxpr
+from .passes.float32_sums import sum_in_float32
+from .passes.materialize_operands import materialize_operands
+from .passes.matmul_layout import arrange_matmuls
 
-_NOTHING_MEASURED = np.zeros(2)
-_ELEMENT = 28.0  # bytes that the update of one element moves
-
-
-Columns: TypeAlias = Mapping[str, Sequence[jax.Array]]  # arguments of a program by their kind
+_NO_STATS = np.zeros(2)
+_BYTES_PER_ELEMENT = 28.0  # bytes that the update of one element moves
 
 
-class Differentiated(NamedTuple):
+ArraysByKind: TypeAlias = Mapping[str, Sequence[jax.Array]]  # arguments of a program by their kind
+
+
+class LossAndGrads(NamedTuple):
     """The loss, the aux outputs, and by name all new buffers and the gradients of the trained parameters that the loss depends on."""
 
     loss: jax.Array
@@ -56,7 +56,7 @@ class Differentiated(NamedTuple):
     grads: dict[str, jax.Array]
 
 
-class Given(NamedTuple):
+class TensorSource(NamedTuple):
     """The argument of a program that holds one tensor of the module.
 
     kind: "params" and "kept" as in the plan, "buffers" that are donated, "copied" buffers that are copied back, "read" for all else
@@ -66,19 +66,19 @@ class Given(NamedTuple):
     spec: the tensor's own shape.
     """
 
-    column: str
-    at: int
-    row: int | None
-    spec: Spec
+    kind: str
+    position: int
+    bucket_row: int | None
+    spec: LeafSpec
 
-    def value(self, columns: Columns) -> jax.Array:
-        buffer = columns[self.column][self.at]
-        flat = buffer if self.row is None else buffer[self.row, : math.prod(self.spec.shape)]
+    def read(self, columns: ArraysByKind) -> jax.Array:
+        buffer = columns[self.kind][self.position]
+        flat = buffer if self.bucket_row is None else buffer[self.bucket_row, : math.prod(self.spec.shape)]
         return unflatten(flat, self.spec)
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainProgramSpec:
     """The static description of one train program.
 
     loss_jaxpr: the traced loss.
@@ -92,57 +92,58 @@ class Task:
     module_names: from the optimizer's name of a parameter to the module's, if a transformation may evaluate the loss (`LOSS_OF_PARAMS`).
     """
 
-    forward: Forward
-    plan: Plan
-    live: tuple[tuple[tuple[str, int | None], ...], ...]
-    tensors: Mapping[str, Given]
-    read: tuple[tuple[tuple[int, ...], str], ...] = ()
-    accumulate: int = 1
-    sums: tuple[tuple[str, str], ...] = ()
-    loss_at: int | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    loss_jaxpr: LossJaxpr
+    plan: UpdatePlan
+    params_with_grad: tuple[tuple[tuple[str, int | None], ...], ...]
+    tensor_sources: Mapping[str, TensorSource]
+    read_signatures: tuple[tuple[tuple[int, ...], str], ...] = ()
+    accumulation_steps: int = 1
+    grad_accumulators: tuple[tuple[str, str], ...] = ()
+    loss_arg_index: int | None = None
+    module_names: Mapping[str, str] = field(default_factory=dict)
 
-    def changed(self, column: str) -> list[str]:
+    def changed_buffers(self, column: str) -> list[str]:
         """Return the names of the buffers of one kind that the program returns, in the order of the arguments."""
-        mine = [name for name in self.forward.changed if self.tensors[name].column == column]
-        return sorted(mine, key=lambda name: self.tensors[name].at)
+        mine = [name for name in self.loss_jaxpr.changed_buffers if self.tensor_sources[name].kind == column]
+        return sorted(mine, key=lambda name: self.tensor_sources[name].position)
 
-    def differentiated(self, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array) -> Differentiated:
+    def loss_and_grads(self, columns: ArraysByKind, batch: Sequence[jax.Array], seed: jax.Array) -> LossAndGrads:
         """Return the loss, the aux outputs, all new buffers and the gradients of the trained parameters that the loss depends on."""
-        values = {name: given.value(columns) for name, given in self.tensors.items()}
-        buffers = [values[name] for name in self.forward.buffers]
+        values = {name: given.read(columns) for name, given in self.tensor_sources.items()}
+        buffers = [values[name] for name in self.loss_jaxpr.buffers]
 
         def loss_of(live: Mapping[str, jax.Array]) -> tuple[jax.Array, list[list[jax.Array]]]:
-            loss, *rest = self.forward([live.get(name, values[name]) for name in self.forward.params], buffers, batch, seed)
+            loss, *rest = self.loss_jaxpr([live.get(name, values[name]) for name in self.loss_jaxpr.params], buffers, batch, seed)
             return loss, rest
 
-        live = {name: values[name] for leaves in self.live for name, _ in leaves if name in self.forward.reaches}
+        live = {name: values[name] for leaves in self.params_with_grad for name, _ in leaves if name in self.loss_jaxpr.params_reached}
         (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(live)
         # torch's gradient of a real loss is the conjugate of jax's.
         grads = {name: jnp.conj(g) if jnp.iscomplexobj(g) else g for name, g in grads.items()}
-        return Differentiated(loss, aux, dict(zip(self.forward.buffers, after, strict=True)), grads)
+        return LossAndGrads(loss, aux, dict(zip(self.loss_jaxpr.buffers, after, strict=True)), grads)
 
-    def loss_at_trial(self, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array, trial: optax.Params) -> jax.Array:
+    def loss_at(self, columns: ArraysByKind, batch: Sequence[jax.Array], seed: jax.Array, line_search_params: optax.Params) -> jax.Array:
         """Return the loss with the trained parameters replaced by those of a tree with the optimizer's names."""
-        values = {name: given.value(columns) for name, given in self.tensors.items()}
-        for path, x in jax.tree_util.tree_flatten_with_path(trial)[0]:
-            name = self.names[path_name(path)]
-            values[name] = x.astype(self.tensors[name].spec.dtype)
+        values = {name: given.read(columns) for name, given in self.tensor_sources.items()}
+        for path, x in jax.tree_util.tree_flatten_with_path(line_search_params)[0]:
+            name = self.module_names[path_name(path)]
+            values[name] = x.astype(self.tensor_sources[name].spec.dtype)
         with x64():
-            params, buffers = ([values[name] for name in names] for names in (self.forward.params, self.forward.buffers))
-            loss, _, _ = self.forward(params, buffers, batch, seed)
+            params, buffers = ([values[name] for name in names] for names in (self.loss_jaxpr.params, self.loss_jaxpr.buffers))
+            loss, _, _ = self.loss_jaxpr(params, buffers, batch, seed)
         return loss
 
-    def gathered(self, grads: Mapping[str, jax.Array]) -> list[jax.Array]:
+    def leaf_grads(self, grads: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Return the gradient of each leaf as `update` takes it: flat, or the rows of a bucket with zeros where a row has no gradient."""
         return [
-            self._rows(leaf.buffer[0], leaf.gradient_dtype, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)
+            self._leaf_grad(leaf.buffer[0], leaf.grad_dtype, leaves, grads)
+            for leaf, leaves in zip(self.plan.leaves, self.params_with_grad, strict=True)
         ]
 
-    def _rows(
+    def _leaf_grad(
         self, shape: tuple[int, ...], dtype: str, leaves: Sequence[tuple[str, int | None]], grads: Mapping[str, jax.Array]
     ) -> jax.Array:
-        own = {row: flatten(grads[name].astype(dtype), self.tensors[name].spec) for name, row in leaves}
+        own = {row: flatten(grads[name].astype(dtype), self.tensor_sources[name].spec) for name, row in leaves}
         if len(shape) == 1:
             return own[None]
         count, width = shape
@@ -150,21 +151,21 @@ class Task:
         return jnp.stack([jnp.pad(own[i], (0, width - own[i].size)) if i in own else zeros for i in range(count)])
 
 
-_trial: contextvars.ContextVar[Callable[[optax.Params], jax.Array] | None] = contextvars.ContextVar("trial", default=None)
+_line_search_loss: contextvars.ContextVar[Callable[[optax.Params], jax.Array] | None] = contextvars.ContextVar("trial", default=None)
 
 
 @contextmanager
-def _searching(task: Task, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array) -> Iterator[None]:
+def _line_search(task: TrainProgramSpec, columns: ArraysByKind, batch: Sequence[jax.Array], seed: jax.Array) -> Iterator[None]:
     """Make `LOSS_OF_PARAMS` the loss of this program while its update is traced."""
-    before = _trial.set(functools.partial(task.loss_at_trial, columns, batch, seed))
+    before = _line_search_loss.set(functools.partial(task.loss_at, columns, batch, seed))
     try:
         yield
     finally:
-        _trial.reset(before)
+        _line_search_loss.reset(before)
 
 
-def _value(params: optax.Params, **_: object) -> jax.Array:
-    loss, leaves = _trial.get(), jax.tree.leaves(params)
+def _loss_of_params(params: optax.Params, **_: object) -> jax.Array:
+    loss, leaves = _line_search_loss.get(), jax.tree.leaves(params)
     wide = any(x.dtype in (np.float64, np.complex128) for x in leaves)
     # Outside a program only dependencies are traced: the value depends on all parameters.
     value = sum(jnp.sum(jnp.real(x)) for x in leaves) if loss is None else loss(params)
@@ -172,77 +173,87 @@ def _value(params: optax.Params, **_: object) -> jax.Array:
 
 
 # The loss as a function of the trained parameters, for transformations with a line search. All programs share this object.
-VALUE_FN = jax.tree_util.Partial(_value)
+LOSS_OF_PARAMS = jax.tree_util.Partial(_loss_of_params)
 
 
-def _train(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
+def _train_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
     """Return new parameters, state and buffers, then results without a donated buffer: scalars, copied-back arrays, loss, aux, a token."""
     params, state, buffers = donated
     scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, *_ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
-    loss, aux, after, grads = task.differentiated(columns, batch, seed)
-    for (name, _), others in zip(task.sums, sums, strict=True):
-        others = others.reshape(task.tensors[name].spec.shape)
+    loss, aux, after, grads = task.loss_and_grads(columns, batch, seed)
+    for (name, _), others in zip(task.grad_accumulators, sums, strict=True):
+        others = others.reshape(task.tensor_sources[name].spec.shape)
         total = others + grads[name].astype(others.dtype) if name in grads else others
-        grads[name] = total / task.accumulate
-    if task.loss_at is not None:
-        further = [loss.astype(x.dtype) if i == task.loss_at else x for i, x in enumerate(further)]
-    grads = task.gathered(grads)
+        grads[name] = total / task.accumulation_steps
+    if task.loss_arg_index is not None:
+        further = [loss.astype(x.dtype) if i == task.loss_arg_index else x for i, x in enumerate(further)]
+    grads = task.leaf_grads(grads)
     if task.plan.device.platform == "cpu":
-        grads = together(grads)  # otherwise XLA copies a donated parameter that the gradient of its layer's input reads
-    with _searching(task, columns, batch, seed):
+        grads = barrier(grads)  # otherwise XLA copies a donated parameter that the gradient of its layer's input reads
+    with _line_search(task, columns, batch, seed):
         plain = params, state, scalars, kept, grads, masks, numbers, offsets, live, further
         with default_promotion():
-            new = update(task.plan, *plain, [], _NOTHING_MEASURED, fused=False)
+            new = update(task.plan, *plain, [], _NO_STATS, fused=False)
     new_params, new_state, new_scalars, new_kept, _, [token] = new
-    return new_params, new_state, _flat(task, after, "buffers"), new_scalars, new_kept, _flat(task, after, "copied"), loss, aux, token
+    return (
+        new_params,
+        new_state,
+        _flat_buffers(task, after, "buffers"),
+        new_scalars,
+        new_kept,
+        _flat_buffers(task, after, "copied"),
+        loss,
+        aux,
+        token,
+    )
 
 
-def _accumulate(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
+def _accumulate_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
     """Return new accumulators and buffers, then results without a donated buffer: copied-back buffers, loss, aux, a token."""
     sums, buffers = donated
     params, kept, copied, read, batch, seed, first, _ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
-    loss, aux, after, grads = task.differentiated(columns, batch, seed)
+    loss, aux, after, grads = task.loss_and_grads(columns, batch, seed)
     new = []
-    for (name, _), before in zip(task.sums, sums, strict=True):
+    for (name, _), before in zip(task.grad_accumulators, sums, strict=True):
         before = jnp.where(first, jnp.zeros_like(before), before)
         new.append(before + grads[name].reshape(-1).astype(before.dtype) if name in grads else before)
-    return new, _flat(task, after, "buffers"), _flat(task, after, "copied"), loss, aux, jnp.where(first, 1.0, 0.0)
+    return new, _flat_buffers(task, after, "buffers"), _flat_buffers(task, after, "copied"), loss, aux, jnp.where(first, 1.0, 0.0)
 
 
-def _flat(task: Task, buffers: Mapping[str, jax.Array], column: str) -> list[jax.Array]:
+def _flat_buffers(task: TrainProgramSpec, buffers: Mapping[str, jax.Array], column: str) -> list[jax.Array]:
     """Return the new buffers of one kind as they lie in memory."""
-    specs = [(task.tensors[name].spec, buffers[name]) for name in task.changed(column)]
+    specs = [(task.tensor_sources[name].spec, buffers[name]) for name in task.changed_buffers(column)]
     return [flatten(x, spec).astype(spec.dtype) for spec, x in specs]
 
 
-class Program:
+class TrainProgram:
     """A compiled train program: one call with the update, or, if it accumulates gradients, one call without.
 
     has_callback: whether the program calls Python, so that it may fail half-way.
     """
 
-    def __init__(self, task: Task, updates: bool) -> None:
-        self.task, self.plan, self.updates = task, task.plan, updates
-        donated, arguments = _abstract_arguments(task, updates)
+    def __init__(self, spec: TrainProgramSpec, updates: bool) -> None:
+        self.spec, self.plan, self.updates = spec, spec.plan, updates
+        donated, arguments = _abstract_arguments(spec, updates)
         with default_settings():
-            function = functools.partial(_train if updates else _accumulate, task)
+            function = functools.partial(_train_step if updates else _accumulate_step, spec)
             # jax would drop an unused argument. A buffer that is only written would then get new memory.
             jitted = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
             traced = jitted(function).trace(donated, arguments)
-            better = summed_in_float32(traced.jaxpr.jaxpr)
-            better = stored_for_products(arranged(better)) if self.plan.device.platform == "cpu" else better
-            better = callbacks_in_32_bits(better) if task.forward.narrow else better
+            better = sum_in_float32(traced.jaxpr.jaxpr)
+            better = materialize_operands(arrange_matmuls(better)) if self.plan.device.platform == "cpu" else better
+            better = callbacks_in_32_bits(better) if spec.loss_jaxpr.uses_32bit_jax else better
             if better is not traced.jaxpr.jaxpr:
-                traced = jitted(_as(better, traced)).trace(donated, arguments)
+                traced = jitted(_as_function(better, traced)).trace(donated, arguments)
             self.jaxpr = traced.jaxpr
             properties = properties_of(self.jaxpr)
-            self.calls_back = properties.has_callback
-            self.loss = torch_dtype(traced.out_info[-3])
-            options = of_training(self.plan.device, properties)
-            self.call = compiled(traced.lower(), False, options)
-        self.elements = bytes_accessed(self.call) / _ELEMENT
+            self.has_callback = properties.has_callback
+            self.loss_dtype = torch_dtype(traced.out_info[-3])
+            options = train_options(self.plan.device, properties)
+            self.call = compile_lowered(traced.lower(), False, options)
+        self.elements = bytes_accessed(self.call) / _BYTES_PER_ELEMENT
         cache.count_compilation()
 
     @property
@@ -250,7 +261,7 @@ class Program:
         return bytes_accessed(self.call)
 
 
-def _as(jaxpr: Jaxpr, traced: jax.stages.Traced) -> Callable[..., PyTree]:
+def _as_function(jaxpr: Jaxpr, traced: jax.stages.Traced) -> Callable[..., PyTree]:
     """Return a rewritten jaxpr as a function with the same arguments and results."""
     evaluate, results = jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.jaxpr.consts)), jax.tree.structure(traced.out_info)
 
@@ -260,21 +271,21 @@ def _as(jaxpr: Jaxpr, traced: jax.stages.Traced) -> Callable[..., PyTree]:
     return train_step
 
 
-def _abstract_arguments(task: Task, updates: bool) -> tuple[PyTree, PyTree]:
+def _abstract_arguments(task: TrainProgramSpec, updates: bool) -> tuple[PyTree, PyTree]:
     plan = task.plan
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
-    params, state, scalars, kept, _, masks, numbers, offsets, live, further, _, _, after = abstract(plan)
+    params, state, scalars, kept, _, masks, numbers, offsets, live, further, _, _, after = abstract_args(plan)
     columns = {name: [array((math.prod(s.shape),), s.dtype) for s in _specs(task, name)] for name in ("buffers", "copied")}
-    read = [array(*signature) for signature in task.read]
-    sums = [array((math.prod(task.tensors[name].spec.shape),), dtype) for name, dtype in task.sums]
+    read = [array(*signature) for signature in task.read_signatures]
+    sums = [array((math.prod(task.tensor_sources[name].spec.shape),), dtype) for name, dtype in task.grad_accumulators]
     seed, first = jax.ShapeDtypeStruct((), np.int64), jax.ShapeDtypeStruct((), np.bool_)
-    batch = task.forward.batch
+    batch = task.loss_jaxpr.batch
     if not updates:
         return (sums, columns["buffers"]), (params, kept, columns["copied"], read, batch, seed, first, after)
     arguments = scalars, kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first, after
     return (params, state, columns["buffers"]), arguments
 
 
-def _specs(task: Task, column: str) -> list[Spec]:
-    return [task.tensors[name].spec for name in task.changed(column)]
+def _specs(task: TrainProgramSpec, column: str) -> list[LeafSpec]:
+    return [task.tensor_sources[name].spec for name in task.changed_buffers(column)]

@@ -36,10 +36,10 @@ def lookahead(
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/lookahead.py; Zhang et al., arXiv:1907.08610.
     """
-    return unpaired(optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state))
+    return over_plain_params(optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state))
 
 
-def unpaired(paired: GradientTransformation) -> GradientTransformation:
+def over_plain_params(paired: GradientTransformation) -> GradientTransformation:
     """Turn a transformation over `LookaheadParams` into one over plain parameters."""
 
     def init(params: optax.Params) -> SlowState:

@@ -30,9 +30,9 @@ from optax import (
 )
 from optax.schedules import StatefulSchedule
 
-from bridge._interop.flax_serialization import known_to_flax
+from bridge._interop.flax_serialization import register_with_flax
 from bridge._ir.types import PyTree
-from bridge._names import near, path_name
+from bridge._names import did_you_mean, path_name
 
 from .selectors import Selector, required_arguments, resolve_labels, resolve_mask
 
@@ -95,7 +95,7 @@ def masked(inner: GradientTransformation, mask: PyTree, *, mask_compatible_extra
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_masking.py
     """
-    return optax.masked(inner, _plain(mask, _is_bool), mask_compatible_extra_args=mask_compatible_extra_args)
+    return optax.masked(inner, _as_tree_or_function(mask, _is_bool), mask_compatible_extra_args=mask_compatible_extra_args)
 
 
 def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
@@ -118,9 +118,9 @@ def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_
     """
 
     def resolve(params: optax.Params) -> PyTree:
-        return jax.tree.map(_verdict, _mask(mask, params))
+        return jax.tree.map(_label_of_mask_value, _resolve_mask_tree(mask, params))
 
-    return _resolved({"trained": tx, "frozen": set_to_zero()}, resolve, mask_compatible_extra_args)
+    return _resolved_partition({"trained": tx, "frozen": set_to_zero()}, resolve, mask_compatible_extra_args)
 
 
 def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
@@ -141,9 +141,9 @@ def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
         raise TypeError("freeze: frozen=None says neither all nor nothing. Use True to freeze every leaf, False to freeze none.")
 
     def resolve(params: optax.Params) -> PyTree:
-        return jax.tree.map(lambda value: _verdict(np.logical_not(value)), _mask(frozen, params))
+        return jax.tree.map(lambda value: _label_of_mask_value(np.logical_not(value)), _resolve_mask_tree(frozen, params))
 
-    return _resolved({"trained": identity(), "frozen": set_to_zero()}, resolve)
+    return _resolved_partition({"trained": identity(), "frozen": set_to_zero()}, resolve)
 
 
 def partition(
@@ -165,10 +165,10 @@ def partition(
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_combining.py
     """
     _check_keys(transforms)
-    return _resolved(transforms, lambda params: _label_tree(param_labels, params, transforms), mask_compatible_extra_args)
+    return _resolved_partition(transforms, lambda params: _resolve_label_tree(param_labels, params, transforms), mask_compatible_extra_args)
 
 
-def _resolved(
+def _resolved_partition(
     transforms: Mapping[Any, GradientTransformation], resolve: Callable[[optax.Params], PyTree], mask_compatible_extra_args: bool = False
 ) -> GradientTransformationExtraArgs:
     """Return an `optax.partition` by the result of `resolve(params)` at `init`: for each leaf a label, or an array of trained elements."""
@@ -177,31 +177,31 @@ def _resolved(
         return optax.partition(transforms, lambda _: labels, mask_compatible_extra_args=mask_compatible_extra_args)
 
     def init(params: optax.Params) -> ResolvedState:
-        known_to_flax(Labels, _saved, _restored)
+        register_with_flax(Labels, _labels_to_state_dict, _labels_from_state_dict)
         if not jax.tree.leaves(params):
             # optax's tree_map_params calls init with a placeholder for the parameters, and maps over the result together with the real
             # state: one leaf in place of the labels keeps the real ones whole.
             return ResolvedState(by(params).init(params), False)
-        labels = _labels(_with_absent(resolve, params))
-        return ResolvedState(by(_tree(labels, params)).init(params), labels)
+        labels = _make_labels(_resolve_with_absent(resolve, params))
+        return ResolvedState(by(_labels_like(labels, params)).init(params), labels)
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ResolvedState]:
-        known_to_flax(Labels, _saved, _restored)
+        register_with_flax(Labels, _labels_to_state_dict, _labels_from_state_dict)
         labels = state.labels if isinstance(state.labels, Labels) else Labels((), {})
-        tx = by(_tree(labels, updates if params is None else params))
-        updates, inner = tx.update(_trained(labels, updates), state.inner_state, params, **extra_args)
-        return _trained(labels, updates), ResolvedState(inner, state.labels)
+        tx = by(_labels_like(labels, updates if params is None else params))
+        updates, inner = tx.update(_zero_frozen_elements(labels, updates), state.inner_state, params, **extra_args)
+        return _zero_frozen_elements(labels, updates), ResolvedState(inner, state.labels)
 
     return GradientTransformationExtraArgs(init, update)
 
 
-def _saved(labels: Labels) -> dict[str, dict[str, jax.Array]]:
+def _labels_to_state_dict(labels: Labels) -> dict[str, dict[str, jax.Array]]:
     return {"elements": dict(labels.elements)}
 
 
-def _restored(labels: Labels, state: Mapping[str, Mapping[str, ArrayLike]]) -> Labels:
+def _labels_from_state_dict(labels: Labels, state: Mapping[str, Mapping[str, ArrayLike]]) -> Labels:
     """Return the labels with the boolean arrays that flax has saved. The labels of leaves stay those that `init` has resolved."""
     found = {name: jnp.asarray(x) for name, x in state["elements"].items()}
     if found.keys() != labels.elements.keys():
@@ -212,7 +212,7 @@ def _restored(labels: Labels, state: Mapping[str, Mapping[str, ArrayLike]]) -> L
     return Labels(labels.by_path, found)
 
 
-def _with_absent(resolve: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
+def _resolve_with_absent(resolve: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
     """Resolve over the params; if that fails, resolve again with placeholders for every None among them.
 
     A torch optimizer passes None for parameters that are frozen or have no gradient, and a pattern may match only these.
@@ -226,12 +226,12 @@ def _with_absent(resolve: Callable[[optax.Params], PyTree], params: optax.Params
         return resolve(whole)
 
 
-def _verdict(value: bool | np.bool_ | np.ndarray) -> object:
+def _label_of_mask_value(value: bool | np.bool_ | np.ndarray) -> object:
     """Return the label for a value of a mask. An array of elements is returned unchanged."""
     return value if np.ndim(value) else "trained" if value else "frozen"
 
 
-def _labels(values: PyTree) -> Labels:
+def _make_labels(values: PyTree) -> Labels:
     by_path, elements = [], {}
     for path, value in jax.tree_util.tree_leaves_with_path(values):
         name = jax.tree_util.keystr(path)
@@ -241,7 +241,7 @@ def _labels(values: PyTree) -> Labels:
     return Labels(tuple(by_path), elements)
 
 
-def _tree(labels: Labels, like: PyTree) -> PyTree:
+def _labels_like(labels: Labels, like: PyTree) -> PyTree:
     """Return the labels in the structure of `like`: the parameters if given, since a gradient may be None."""
     known = dict(labels.by_path)
 
@@ -249,14 +249,14 @@ def _tree(labels: Labels, like: PyTree) -> PyTree:
         name = jax.tree_util.keystr(path)
         if name not in known:
             raise ValueError(
-                f"update: init did not see the leaf {name}. Call init with the parameters as they are now. {near(name, known)}"
+                f"update: init did not see the leaf {name}. Call init with the parameters as they are now. {did_you_mean(name, known)}"
             )
         return known[name]
 
     return jax.tree_util.tree_map_with_path(look_up, like)
 
 
-def _trained(labels: Labels, updates: optax.Updates) -> optax.Updates:
+def _zero_frozen_elements(labels: Labels, updates: optax.Updates) -> optax.Updates:
     """Set updates to zero at the frozen elements of leaves that are masked by element."""
     if not labels.elements:
         return updates
@@ -268,16 +268,16 @@ def _trained(labels: Labels, updates: optax.Updates) -> optax.Updates:
     return jax.tree_util.tree_map_with_path(zeroed, updates)
 
 
-def _mask(spec: Selector, params: optax.Params) -> PyTree:
+def _resolve_mask_tree(spec: Selector, params: optax.Params) -> PyTree:
     """Resolve a mask whose pytree may hold 0-d boolean arrays, as optax's may, in place of bools."""
 
     def plain(leaf: Any) -> object:
         return bool(leaf) if _is_bool(leaf) and np.ndim(leaf) == 0 and not isinstance(leaf, Tracer) else leaf
 
-    return resolve_mask(jax.tree.map(plain, _plain(spec, _is_bool)), params)
+    return resolve_mask(jax.tree.map(plain, _as_tree_or_function(spec, _is_bool)), params)
 
 
-def _plain(spec: PyTree, is_value: Callable[[object], bool]) -> PyTree:
+def _as_tree_or_function(spec: PyTree, is_value: Callable[[object], bool]) -> PyTree:
     """Make a callable pytree unambiguous: a tree with its functions removed if it holds a value, else a function that is no pytree."""
     if not callable(spec) or jax.tree_util.all_leaves([spec]):
         return spec
@@ -303,19 +303,19 @@ def _check_keys(transforms: Mapping[Any, object]) -> None:
         )
 
 
-def _label_tree(spec: PyTree, params: optax.Params, transforms: Mapping[Any, object]) -> PyTree:
+def _resolve_label_tree(spec: PyTree, params: optax.Params, transforms: Mapping[Any, object]) -> PyTree:
     kinds = tuple({type(key) for key in transforms})
-    spec = _plain(spec, lambda leaf: isinstance(leaf, kinds))
+    spec = _as_tree_or_function(spec, lambda leaf: isinstance(leaf, kinds))
     if callable(spec) and jax.tree_util.all_leaves([spec]) and required_arguments(spec) == 1:
         spec = spec(params)
     known = all(isinstance(leaf, kinds) and leaf in transforms for leaf in jax.tree.leaves(spec))
-    tree = _prefix(spec, params) if known else None
+    tree = _broadcast_labels(spec, params) if known else None
     labels = resolve_labels(spec, params) if tree is None else tree
     _check_labels(labels, transforms, params)
     return labels
 
 
-def _prefix(spec: PyTree, params: optax.Params) -> PyTree:
+def _broadcast_labels(spec: PyTree, params: optax.Params) -> PyTree:
     """Broadcast a prefix tree of labels as optax does: ('a', 'b') is a prefix here, not a list of patterns. None if it is no prefix."""
     try:
         return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), spec, params)
@@ -331,7 +331,7 @@ def _check_labels(labels: PyTree, transforms: Mapping[Any, object], params: opta
         name, label = unknown[0]
         raise ValueError(
             f"partition: no transformation for the label {label!r} of {name!r} ({len(unknown)} of {len(given)} leaves have "
-            f"such a label). {near(str(label), map(str, transforms))}"
+            f"such a label). {did_you_mean(str(label), map(str, transforms))}"
         )
     used = [label for _, label in given]
     absent = any(leaf is _ABSENT for leaf in jax.tree.leaves(params))  # these leaves may have other labels
@@ -339,5 +339,5 @@ def _check_labels(labels: PyTree, transforms: Mapping[Any, object], params: opta
     if idle:
         raise ValueError(
             f"partition: no leaf has the label {idle[0]!r}, so its transformation would do nothing. Take it out, or label a "
-            f"leaf. {near(str(idle[0]), map(str, used))}"
+            f"leaf. {did_you_mean(str(idle[0]), map(str, used))}"
         )

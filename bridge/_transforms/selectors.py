@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from bridge._interop.tensor_storage import shortage
+from bridge._interop.tensor_storage import why_unreadable
 from bridge._ir.types import PyTree
-from bridge._names import near, nest, path_name, without_wrappers
+from bridge._names import did_you_mean, nest, path_name, without_wrappers
 
 Selector: TypeAlias = Any  # any form of the README's "Selectors"
-Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
+SelectorKind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
 
 class Decision(NamedTuple):
@@ -31,7 +31,7 @@ class Decision(NamedTuple):
     rule: str
 
 
-class Leaves(NamedTuple):
+class NamedLeaves(NamedTuple):
     """The leaves that a selector is resolved for, in the order of the result.
 
     names: dotted names.
@@ -47,8 +47,8 @@ class Leaves(NamedTuple):
     names: Sequence[str]
     params: Sequence[object]
     tree: Callable[[], PyTree]
-    named: bool = True
-    resolved: int = 0
+    has_names: bool = True
+    resolved_count: int = 0
     by_argument_name: bool = False
 
 
@@ -61,7 +61,7 @@ _UNMATCHED = _Unmatched()
 _PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
-def column(spec: Selector, leaves: Leaves, kind: Kind = "mask", title: str | None = None) -> list[Decision]:
+def resolve_selector(spec: Selector, leaves: NamedLeaves, kind: SelectorKind = "mask", title: str | None = None) -> list[Decision]:
     """Resolve a selector on the host, once, to one `Decision` for each leaf after the first `resolved_count`.
 
     Args:
@@ -79,16 +79,16 @@ def column(spec: Selector, leaves: Leaves, kind: Kind = "mask", title: str | Non
     """
     title = kind.removesuffix("_or_none") if title is None else title
     decisions = _resolve(spec, leaves, kind, title)
-    new = list(zip(decisions, leaves.names, leaves.params, strict=True))[leaves.resolved :]
-    return [_checked(decision, name, param, kind, title) for decision, name, param in new]
+    new = list(zip(decisions, leaves.names, leaves.params, strict=True))[leaves.resolved_count :]
+    return [_validate(decision, name, param, kind, title) for decision, name, param in new]
 
 
-def snapshot(spec: Selector) -> Selector:
+def snapshot_selector(spec: Selector) -> Selector:
     """Copy a selector so that it can be resolved again: later changes of its dicts and lists have no effect, and iterators become lists."""
     if type(spec) is dict:
-        return {key: snapshot(value) for key, value in spec.items()}
+        return {key: snapshot_selector(value) for key, value in spec.items()}
     if type(spec) in (list, tuple):
-        return type(spec)(map(snapshot, spec))
+        return type(spec)(map(snapshot_selector, spec))
     return list(spec) if isinstance(spec, Iterator) else spec
 
 
@@ -100,7 +100,7 @@ def reads_names(spec: Selector) -> bool:
     return not (spec is None or isinstance(spec, bool | np.bool_ | numbers.Real | torch.nn.Module) or _is_array(spec))
 
 
-def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) -> Decision:
+def _validate(decision: Decision, name: str, param: Any, kind: SelectorKind, title: str) -> Decision:
     """Return the decision with its value in the type of its kind, or raise an error that names leaf and rule."""
     value, rule = decision
     if kind in ("labels", "labels_or_none"):
@@ -122,14 +122,14 @@ def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) 
     if isinstance(value, bool | np.bool_):
         return Decision(bool(value), rule)
     if kind == "mask" and _is_array(value):
-        return _checked_elements(value, rule, name, tuple(np.shape(param)))
+        return _validate_elements(value, rule, name, tuple(np.shape(param)))
     raise TypeError(
         f"{title}: {name!r} got {value!r} ({type(value).__name__}) from {rule}; expected True or False"
         + (" or a bool tensor of the parameter's shape." if kind == "mask" else ".")
     )
 
 
-def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) -> Decision:
+def _validate_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) -> Decision:
     if isinstance(value, Tracer):
         raise TypeError(f"mask: the value for {name!r} is traced ({value}). A mask is decided on the host, outside jit.")
     dtype = _dtype(value)
@@ -140,14 +140,14 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
         )
     if hasattr(value, "full_tensor"):  # a DTensor: every process needs the whole mask
         value = value.full_tensor()
-    if isinstance(value, torch.Tensor) and (why := shortage(value)):
+    if isinstance(value, torch.Tensor) and (why := why_unreadable(value)):
         raise ValueError(f"mask: the tensor for {name!r} from {rule} cannot be read: {why}. Give a mask whose storage is whole.")
     array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else np.array(value)
     # Arrays that are all True or all False become bools: no array is stored then, and False allocates no state.
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array, rule)
 
 
-def _resolve(spec: Selector, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _resolve(spec: Selector, leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
     """Resolve a selector by its form. The order of the checks matters: an Equinox module is both a callable and a pytree."""
     if spec is None:
         value = True if kind in ("mask", "decay_mask") else _UNMATCHED
@@ -155,17 +155,17 @@ def _resolve(spec: Selector, leaves: Leaves, kind: Kind, where: str) -> list[Dec
     if isinstance(spec, bool | np.bool_) or _is_array(spec) or (kind == "lr_scale" and isinstance(spec, numbers.Real)):
         return [Decision(spec, f"{where}={spec}" if not _is_array(spec) else f"{where} array")] * len(leaves.names)
     if isinstance(spec, str | re.Pattern):
-        return _picked(_matching(spec, leaves, where), leaves, f"{where} {_show(spec)}")
+        return _decide_by_index(_match_pattern(spec, leaves, where), leaves, f"{where} {_format_pattern(spec)}")
     if isinstance(spec, torch.nn.Module):
         rule = f"{where} {type(spec).__name__} module"
-        return _picked(_owned(spec.parameters(), leaves, rule), leaves, rule)
+        return _decide_by_index(_match_params(spec.parameters(), leaves, rule), leaves, rule)
     if isinstance(spec, Mapping):
-        if any(item is None or _is_node(item) for item in spec.values()) and _fits(spec, leaves):
+        if any(item is None or _is_pytree_node(item) for item in spec.values()) and _is_prefix(spec, leaves):
             return _by_tree(spec, leaves, where)  # with lists or None below, which only jax tells from values
         return _by_prefix(spec, leaves, where)
-    if (isinstance(spec, Iterable) and not _is_node(spec)) or type(spec) in (list, tuple, set):
+    if (isinstance(spec, Iterable) and not _is_pytree_node(spec)) or type(spec) in (list, tuple, set):
         return _by_sequence(spec, leaves, kind, where)
-    if _is_node(spec) and not (callable(spec) and _acts(jax.tree.leaves(spec))):
+    if _is_pytree_node(spec) and not (callable(spec) and _is_function_pytree(jax.tree.leaves(spec))):
         return _by_tree(spec, leaves, f"{where} {type(spec).__name__}")
     if callable(spec):
         return _by_call(spec, leaves, kind, where)
@@ -176,38 +176,39 @@ def _resolve(spec: Selector, leaves: Leaves, kind: Kind, where: str) -> list[Dec
     )
 
 
-def _picked(hits: set[int], leaves: Leaves, rule: str) -> list[Decision]:
+def _decide_by_index(hits: set[int], leaves: NamedLeaves, rule: str) -> list[Decision]:
     return [Decision(True, rule) if i in hits else Decision(_UNMATCHED, f"not {rule}") for i in range(len(leaves.names))]
 
 
-def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set[int]:
+def _match_pattern(pattern: str | re.Pattern[str], leaves: NamedLeaves, where: str) -> set[int]:
     """Return the indices of names that match a glob (whole name, case-sensitive) or a regex (`search`), with or without wrappers.
 
     Raise a ValueError where none matches.
     """
-    if not leaves.named:
-        raise ValueError(f"{where}: the pattern {_show(pattern)} needs parameter names. {_PASS_NAMES}")
+    if not leaves.has_names:
+        raise ValueError(f"{where}: the pattern {_format_pattern(pattern)} needs parameter names. {_PASS_NAMES}")
     matches = pattern.search if isinstance(pattern, re.Pattern) else functools.partial(fnmatch.fnmatchcase, pat=pattern)
     hits = {i for names in (leaves.names, without_wrappers(leaves.names)) for i, name in enumerate(names) if matches(name)}
-    if not (hits or leaves.resolved):
+    if not (hits or leaves.resolved_count):
         text = pattern if isinstance(pattern, str) else pattern.pattern
         raise ValueError(
-            f"{where}: the pattern {_show(pattern)} matches none of {len(leaves.names)} parameters. {near(text, leaves.names)}"
+            f"{where}: the pattern {_format_pattern(pattern)} matches none of {len(leaves.names)} parameters. "
+            f"{did_you_mean(text, leaves.names)}"
         )
     return hits
 
 
-def _owned(params: Iterable[object], leaves: Leaves, rule: str) -> set[int]:
+def _match_params(params: Iterable[object], leaves: NamedLeaves, rule: str) -> set[int]:
     """Return the indices of leaves that are among these objects. A module may hold frozen parameters too, but not only those."""
     index = {id(param): i for i, param in enumerate(leaves.params)}
     given = list(params)
     hits = {index[id(param)] for param in given if id(param) in index}
-    if not (hits or leaves.resolved):
+    if not (hits or leaves.resolved_count):
         raise ValueError(f"{rule}: none of its {len(given)} parameters is among the {len(leaves.names)} optimized here.")
     return hits
 
 
-def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _by_sequence(spec: Iterable[Any], leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
     """Resolve a list of patterns, of parameters or (name, parameter) pairs, or of (selector, value) pairs where the first match wins."""
     items = list(spec)
     if not items:
@@ -215,11 +216,13 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
     if all(isinstance(item, torch.Tensor) and item.dtype != torch.bool for item in items):
         rule = f"{where} parameters"
         foreign = [tuple(p.shape) for p in items if not any(p is q for q in leaves.params)]
-        if foreign and not leaves.resolved:
+        if foreign and not leaves.resolved_count:
             raise ValueError(f"{rule}: {len(foreign)} of {len(items)} (first: shape {foreign[0]}) are not optimized here.")
-        return _picked(_owned(items, leaves, rule), leaves, rule)
+        return _decide_by_index(_match_params(items, leaves, rule), leaves, rule)
     pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
-    if all(isinstance(item, bool | np.bool_) or _is_array(item) for item in jax.tree.leaves(items)) and (not pairs or _fits(spec, leaves)):
+    if all(isinstance(item, bool | np.bool_) or _is_array(item) for item in jax.tree.leaves(items)) and (
+        not pairs or _is_prefix(spec, leaves)
+    ):
         return _by_tree(spec, leaves, where)  # as [(True, False), ...] over [(w, b), ...]: a list of bools is never a list of selectors
     if pairs:
         if all(isinstance(item[1], torch.nn.Parameter) for item in items):
@@ -229,7 +232,7 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
         return _first_match([(item, True) for item in items], leaves, kind, where)
     has_labels = kind in ("labels", "labels_or_none")
     values = (bool, np.bool_, str) if has_labels else (bool, np.bool_)  # no other kind has values that are strings
-    if all(_is_node(item) or isinstance(item, values) for item in items):
+    if all(_is_pytree_node(item) or isinstance(item, values) for item in items):
         return _by_tree(spec, leaves, where)
     raise TypeError(
         f"{where}: a list holds patterns, parameters, or (selector, value) pairs, not a mix; got "
@@ -238,11 +241,11 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
     )
 
 
-def _first_match(pairs: Sequence[tuple[Selector, object]], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _first_match(pairs: Sequence[tuple[Selector, object]], leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
     decided = [Decision(_UNMATCHED, f"no rule of {where}")] * len(leaves.names)
     for position, (selector, value) in enumerate(pairs):
         rule = f"{where}[{position}]"
-        if isinstance(selector, Mapping) or (_is_node(selector) and not isinstance(selector, list | tuple)):
+        if isinstance(selector, Mapping) or (_is_pytree_node(selector) and not isinstance(selector, list | tuple)):
             raise TypeError(f"{rule}: {type(selector).__name__} cannot select in a list of (selector, value); use a pattern or a callable.")
         for i, picked in enumerate(_resolve(selector, leaves, "mask", rule)):
             if picked.value is not _UNMATCHED and not isinstance(picked.value, bool | np.bool_):
@@ -254,7 +257,7 @@ def _first_match(pairs: Sequence[tuple[Selector, object]], leaves: Leaves, kind:
     return decided
 
 
-def _by_prefix(spec: Mapping[Any, object], leaves: Leaves, where: str) -> list[Decision]:
+def _by_prefix(spec: Mapping[Any, object], leaves: NamedLeaves, where: str) -> list[Decision]:
     """Resolve a dict by module-path prefix, nested or dotted. The longest matching key wins, and '' matches every leaf.
 
     A dict that holds dicts is a tree over the parameters, and every leaf must be covered.
@@ -267,8 +270,8 @@ def _by_prefix(spec: Mapping[Any, object], leaves: Leaves, where: str) -> list[D
     both = zip(leaves.names, without_wrappers(leaves.names), strict=True)
     decisions = [_longest_prefix(flat, known, names, used, where) for names in both]
     idle = [key for key in flat if key not in used]
-    if idle and not leaves.resolved:
-        known = near(idle[0], _prefixes(leaves.names)) if leaves.named else _PASS_NAMES
+    if idle and not leaves.resolved_count:
+        known = did_you_mean(idle[0], _prefixes(leaves.names)) if leaves.has_names else _PASS_NAMES
         raise ValueError(f"{where}: the key {idle[0]!r} is no parameter or module of these parameters. {known}")
     if any(isinstance(value, Mapping) for value in spec.values()):
         missing = [name for name, d in zip(leaves.names, decisions, strict=True) if d.value is _UNMATCHED]
@@ -311,7 +314,7 @@ def _prefixes(names: Sequence[str]) -> set[str]:
     return {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts) + 1)}
 
 
-def _broadcast(spec: PyTree, tree: PyTree) -> PyTree:
+def _broadcast_prefix(spec: PyTree, tree: PyTree) -> PyTree:
     """Broadcast a prefix tree of values to the full tree. Raise a ValueError where it is no prefix."""
     values: list[object] = []
     jax.tree.map(lambda value, part: values.extend([value] * len(jax.tree.leaves(part))), spec, tree, is_leaf=_is_value)
@@ -322,19 +325,19 @@ def _is_value(x: object) -> bool:
     return x is None or _is_array(x)
 
 
-def _fits(spec: PyTree, leaves: Leaves) -> bool:
+def _is_prefix(spec: PyTree, leaves: NamedLeaves) -> bool:
     try:
-        _broadcast(spec, leaves.tree())
+        _broadcast_prefix(spec, leaves.tree())
     except ValueError:
         return False
     return True
 
 
-def _by_tree(spec: PyTree, leaves: Leaves, where: str) -> list[Decision]:
+def _by_tree(spec: PyTree, leaves: NamedLeaves, where: str) -> list[Decision]:
     """Resolve a pytree of values over the parameters' tree, or a prefix of it."""
     tree = leaves.tree()
     try:
-        full = _broadcast(spec, tree)
+        full = _broadcast_prefix(spec, tree)
     except ValueError as error:
         named = _by_attributes(spec, leaves)
         if named is not None:
@@ -347,7 +350,7 @@ def _by_tree(spec: PyTree, leaves: Leaves, where: str) -> list[Decision]:
     return [Decision(values[name], f"{where}[{name!r}]") for name in leaves.names]
 
 
-def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
+def _by_attributes(spec: PyTree, leaves: NamedLeaves) -> dict[str, object] | None:
     """Return a tree of other nodes (an Equinox module) as a dict by name, or None where its names do not cover the parameters."""
     flat = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_value)[0]
     named = {path_name(path): value for path, value in flat if not callable(value)}
@@ -358,19 +361,19 @@ def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
     return named if fits and covers else None
 
 
-def _by_call(spec: Callable[..., object], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _by_call(spec: Callable[..., object], leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
     """Resolve a function: (name, param) -> value or (name) -> value for each leaf, or (tree) -> tree."""
     title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # a functools.partial has no name; its function has
-    gets = _arguments_of(spec, title, leaves, where)
+    gets = _expected_arguments(spec, title, leaves, where)
     if gets == "tree":
         answer = spec(leaves.tree())
-        if answer is None or (callable(answer) and not _is_node(answer)):
+        if answer is None or (callable(answer) and not _is_pytree_node(answer)):
             raise TypeError(f"{where}: {title}(tree) returned {answer!r}; expected a pytree of values over the parameters.")
         return _resolve(answer, leaves, kind, f"{where} {title}()")
     rule = f"{where} {title}()"
-    pairs = list(zip(leaves.names, leaves.params, strict=True))[leaves.resolved :]
+    pairs = list(zip(leaves.names, leaves.params, strict=True))[leaves.resolved_count :]
     new = [Decision(spec(name) if gets == "name" else spec(name, param), rule) for name, param in pairs]
-    return [Decision(_UNMATCHED, rule)] * leaves.resolved + new
+    return [Decision(_UNMATCHED, rule)] * leaves.resolved_count + new
 
 
 _FORMS = (
@@ -379,7 +382,7 @@ _FORMS = (
 )
 
 
-def _arguments_of(function: Callable[..., object], title: str, leaves: Leaves, where: str) -> Literal["name", "tree", "both"]:
+def _expected_arguments(function: Callable[..., object], title: str, leaves: NamedLeaves, where: str) -> Literal["name", "tree", "both"]:
     """Return what a selector function expects: the name and the parameter, only the name, or the pytree of all parameters."""
     try:
         arity = required_arguments(function)
@@ -418,16 +421,16 @@ def _dtype(array: torch.Tensor | np.ndarray | jax.Array) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
-def _acts(leaves: list[object]) -> bool:
+def _is_function_pytree(leaves: list[object]) -> bool:
     """Return whether a callable pytree with these leaves is a function and not a mask: it holds callables, or no leaf."""
     return not leaves or any(callable(leaf) for leaf in leaves)
 
 
-def _is_node(value: object) -> bool:
+def _is_pytree_node(value: object) -> bool:
     return value is not None and not jax.tree_util.all_leaves([value])
 
 
-def _show(pattern: str | re.Pattern[str]) -> str:
+def _format_pattern(pattern: str | re.Pattern[str]) -> str:
     return repr(pattern) if isinstance(pattern, str) else f"re {pattern.pattern!r}"
 
 
@@ -465,11 +468,11 @@ def resolve_labels(spec: Selector, params: PyTree) -> PyTree:
     return _resolve_tree(spec, params, "labels")
 
 
-def _resolve_tree(spec: Selector, params: PyTree, kind: Kind) -> PyTree:
+def _resolve_tree(spec: Selector, params: PyTree, kind: SelectorKind) -> PyTree:
     if isinstance(params, torch.nn.Module):
         named = dict(params.named_parameters())
-        leaves = Leaves(list(named), list(named.values()), lambda: nest(named.items()))
-        return {name: d.value for name, d in zip(named, column(spec, leaves, kind), strict=True)}
+        leaves = NamedLeaves(list(named), list(named.values()), lambda: nest(named.items()))
+        return {name: d.value for name, d in zip(named, resolve_selector(spec, leaves, kind), strict=True)}
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    leaves = Leaves([path_name(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], lambda: params)
-    return treedef.unflatten([d.value for d in column(spec, leaves, kind)])
+    leaves = NamedLeaves([path_name(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], lambda: params)
+    return treedef.unflatten([d.value for d in resolve_selector(spec, leaves, kind)])

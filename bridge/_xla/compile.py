@@ -13,7 +13,7 @@ import jax
 from bridge._compat.jax import cache_hits, extra_option
 from bridge._process import x64
 
-from .multi_output_fusion import FUSION_FLAG, SWITCH, without_it
+from .multi_output_fusion import FUSION_FLAG, FUSION_VARIABLE, disabling_options
 
 CompilerOptions: TypeAlias = dict[str, Any]  # strings, booleans and integers, by XLA's option names
 _Arguments = TypeVarTuple("_Arguments")
@@ -30,7 +30,7 @@ class Executable(Protocol):
     def cost_analysis(self) -> Any: ...
 
 
-def compiled(lowered: jax.stages.Lowered, fused: bool, options: CompilerOptions | None = None) -> jax.stages.Compiled:
+def compile_lowered(lowered: jax.stages.Lowered, fuse_outputs: bool, options: CompilerOptions | None = None) -> jax.stages.Compiled:
     """Return `lowered.compile(compiler_options=options)`, with or without multi-output fusion.
 
     A program with code from users must not have it, even if the process flag asks for it: on some gradients of indexing, jaxlib 0.10.2 then
@@ -41,9 +41,9 @@ def compiled(lowered: jax.stages.Lowered, fused: bool, options: CompilerOptions 
       fuse_outputs: Whether XLA may write several results from one loop.
       options: Further compiler options.
     """
-    if not fused:
-        return lowered.compile(compiler_options=without_it() | (options or {}) or None)
-    with extra_option(None if os.environ.get(SWITCH) == "0" else FUSION_FLAG):
+    if not fuse_outputs:
+        return lowered.compile(compiler_options=disabling_options() | (options or {}) or None)
+    with extra_option(None if os.environ.get(FUSION_VARIABLE) == "0" else FUSION_FLAG):
         return lowered.compile(compiler_options=options or None)
 
 
@@ -52,13 +52,13 @@ def bytes_accessed(compiled: Executable) -> float:
     return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # a program without operations has no entry
 
 
-def meanwhile(function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> Future[_Result]:
+def submit(function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> Future[_Result]:
     """Start a call in the pool of compile threads. The call must not wait for another of these calls.
 
     The thread has jax's global settings. If no thread can start, because the interpreter ends, the call has ended when this returns.
     """
     try:
-        return _threads().submit(function, *arguments)
+        return _compile_pool().submit(function, *arguments)
     except RuntimeError:
         done: Future[_Result] = Future()
         done.set_result(function(*arguments))
@@ -66,11 +66,11 @@ def meanwhile(function: Callable[[*_Arguments], _Result], *arguments: *_Argument
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def _compile_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "compile")
 
 
-class Piece:
+class LazyExecutable:
     """A lowered program that is compiled on request. `from_cache` says whether jax has read it from its persistent cache."""
 
     def __init__(self, lowered: jax.stages.Lowered, options: CompilerOptions) -> None:
@@ -85,6 +85,6 @@ class Piece:
         if lowered is not None:  # another thread may have compiled it
             hits = cache_hits()
             with x64():
-                self.compiled = compiled(lowered, True, self._options)
+                self.compiled = compile_lowered(lowered, True, self._options)
             self.from_cache = cache_hits() > hits
             self._lowered = None

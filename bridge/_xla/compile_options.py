@@ -15,14 +15,17 @@ from bridge._ir.queries import Properties
 from .compile import CompilerOptions
 
 # XLA's options for the order in which a CPU program runs its operations. A jaxlib that knows the first one ignores the second.
-_ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("xla_cpu_enable_concurrency_optimized_scheduler", False)
+_SCHEDULER_OPTIONS = (
+    ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
+    ("xla_cpu_enable_concurrency_optimized_scheduler", False),
+)
 
 
 # The vector width in bits that LLVM prefers. XLA's default is 256. CPUs with narrower vectors ignore it.
-_WIDTH = "xla_cpu_prefer_vector_width", 512
+_VECTOR_WIDTH = "xla_cpu_prefer_vector_width", 512
 
 
-def of_update(device: Device) -> CompilerOptions:
+def update_options(device: Device) -> CompilerOptions:
     """Return the compiler options of an update: on a CPU, the widest vectors, and the schedule that needs the least memory.
 
     XLA's default schedule starts all leaves before it ends one, so that all intermediate values exist at once. The C library gives large
@@ -32,27 +35,27 @@ def of_update(device: Device) -> CompilerOptions:
     if device.platform != "cpu":
         return {}
     set_by_user = os.environ.get("XLA_FLAGS", "")
-    orders = () if any(option in set_by_user for option, _ in _ORDERS) else _ORDERS
-    widths = () if _WIDTH[0] in set_by_user else (_WIDTH,)
-    return dict(known for options in (orders, widths) for known in _first_known(options))
+    orders = () if any(option in set_by_user for option, _ in _SCHEDULER_OPTIONS) else _SCHEDULER_OPTIONS
+    widths = () if _VECTOR_WIDTH[0] in set_by_user else (_VECTOR_WIDTH,)
+    return dict(known for options in (orders, widths) for known in _first_supported(options))
 
 
-def _first_known(options: Sequence[tuple[str, str | bool | int]]) -> list[tuple[str, str | bool | int]]:
+def _first_supported(options: Sequence[tuple[str, str | bool | int]]) -> list[tuple[str, str | bool | int]]:
     """Return the first of these compiler options that this jaxlib takes, in a list; [] if it takes none."""
-    return next(([(option, value)] for option, value in options if _known(option, value)), [])
+    return next(([(option, value)] for option, value in options if _is_supported(option, value)), [])
 
 
 # XLA's option for the operations that its CPU compiler passes to the YNN library: all but convolutions, or reductions alone.
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
-_NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
+_NO_CONVOLUTIONS, _REDUCTIONS_ONLY = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 
 # XLA's option that turns off compiler passes, and the names of three: the one that removes barriers, the one that outlines small loops as
 # functions, and the one that divides loops among cores. A pass that this XLA does not have is ignored.
-_PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
-_LOOPS_DIVIDED = "cpu-parallel-task-assigner"
+_PASSES_OPTION, _BARRIER_REMOVAL, _SMALL_LOOP_OUTLINING = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
+_LOOP_PARALLELIZATION = "cpu-parallel-task-assigner"
 
 
-def of_training(device: Device, properties: Properties) -> CompilerOptions:
+def train_options(device: Device, properties: Properties) -> CompilerOptions:
     """Return the compiler options of a training step: on a CPU, barriers stay, and XLA chooses who computes convolutions and products.
 
     Barriers: XLA's CPU compiler removes them before fusion unless that pass is off. `bridge._tracing.materialize` and
@@ -67,53 +70,53 @@ def of_training(device: Device, properties: Properties) -> CompilerOptions:
     """
     if device.platform != "cpu":
         return {}
-    library = _NO_CONVOLUTIONS if properties.has_large_product else _SUMS_ALONE
-    return of_barriers(properties) | ({} if properties.has_grouped_convolution else _unless_set(LIBRARY_OPTION, library))
+    library = _NO_CONVOLUTIONS if properties.has_large_product else _REDUCTIONS_ONLY
+    return keep_barriers(properties) | ({} if properties.has_grouped_convolution else _unless_set(LIBRARY_OPTION, library))
 
 
-def of_barriers(properties: Properties) -> CompilerOptions:
+def keep_barriers(properties: Properties) -> CompilerOptions:
     """Return the compiler options with which the barriers of a CPU program stay, if they can.
 
     If a loop has barriers, small loops must not be outlined as functions: jaxlib 0.10.2 knows no barrier there and crashes (shape.h:843,
     "Check failed") or refuses ("Unhandled opcode"). If the computation of a reduction has barriers, no barrier stays: XLA would crash
     (computation_partitioner.cc:269).
     """
-    left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if properties.has_barrier_in_loop else _BARRIERS_END
+    left_out = f"{_BARRIER_REMOVAL},{_SMALL_LOOP_OUTLINING}" if properties.has_barrier_in_loop else _BARRIER_REMOVAL
     return {} if properties.has_barrier_in_reduction else _unless_set(_PASSES_OPTION, left_out)
 
 
-def on_one_core(options: CompilerOptions) -> CompilerOptions:
+def single_threaded(options: CompilerOptions) -> CompilerOptions:
     """Return compiler options of a CPU program with which none of its loops is divided among cores."""
     if _PASSES_OPTION in os.environ.get("XLA_FLAGS", ""):
         return options
-    left_out = ",".join(filter(None, (options.get(_PASSES_OPTION), _LOOPS_DIVIDED)))
+    left_out = ",".join(filter(None, (options.get(_PASSES_OPTION), _LOOP_PARALLELIZATION)))
     return options | _unless_set(_PASSES_OPTION, left_out)
 
 
-def in_any_order(options: CompilerOptions) -> CompilerOptions:
+def xla_schedule(options: CompilerOptions) -> CompilerOptions:
     """Return the options of an update without a schedule, for a program whose loops store almost nothing between them.
 
     XLA's default schedule starts with the scalars and the small buckets, and the one that saves memory ends with them.
     """
-    return {option: value for option, value in options.items() if option not in dict(_ORDERS)}
+    return {option: value for option, value in options.items() if option not in dict(_SCHEDULER_OPTIONS)}
 
 
 def _unless_set(option: str, value: str | bool | int) -> CompilerOptions:
     """Return a compiler option if this jaxlib takes it and the user has not set it in XLA_FLAGS; else {}."""
-    return {} if option in os.environ.get("XLA_FLAGS", "") or not _known(option, value) else {option: value}
+    return {} if option in os.environ.get("XLA_FLAGS", "") or not _is_supported(option, value) else {option: value}
 
 
 @functools.cache
-def _known(option: str, value: str | bool | int) -> bool:
+def _is_supported(option: str, value: str | bool | int) -> bool:
     """Return whether this jaxlib takes a compiler option, by compiling a program of one operation with it."""
     try:
         options: CompilerOptions = {option: value}
-        _nothing().compile(compiler_options=options)
+        _trivial_program().compile(compiler_options=options)
     except RuntimeError:
         return False
     return True
 
 
 @functools.cache
-def _nothing() -> jax.stages.Lowered:
+def _trivial_program() -> jax.stages.Lowered:
     return jax.jit(lambda x: x).lower(np.float32(0))  # float32, so that the program does not depend on the thread's x64 setting

@@ -13,17 +13,17 @@ from typing import TypeAlias
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from bridge._compat.jax import CallingClient
+from bridge._compat.jax import InlineClient
 from bridge._compat.types import Device, PyTreeDef
 
 # What jax, pickle and XLA raise if a program cannot be serialized or loaded, or if the client takes no functions (jaxlib 0.8).
-_CANNOT = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError
+_SERIALIZATION_ERRORS = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError
 
 
 Serialized: TypeAlias = tuple[bytes, PyTreeDef, PyTreeDef]  # a program, and the trees of its arguments and results
 
 
-def loaded(kept: Serialized, device: Device, inline: bool = False) -> jax.stages.Compiled:
+def load_executable(serialized: Serialized, device: Device, run_inline: bool = False) -> jax.stages.Compiled:
     """Return a compiled program for a device from its serialized form.
 
     Args:
@@ -34,11 +34,11 @@ def loaded(kept: Serialized, device: Device, inline: bool = False) -> jax.stages
     Raises:
       TypeError: run_inline is True and jaxlib's client takes no Python functions with a program (0.8).
     """
-    client = CallingClient(device.client) if inline else device.client
-    return deserialize_and_load(*kept, backend=client, execution_devices=[device])
+    client = InlineClient(device.client) if run_inline else device.client
+    return deserialize_and_load(*serialized, backend=client, execution_devices=[device])
 
 
-def serialized(compiled: jax.stages.Compiled) -> Serialized | None:
+def serialize_executable(compiled: jax.stages.Compiled) -> Serialized | None:
     """Return the serialized form of a compiled program; None if it cannot be serialized.
 
     The program must not come from jax's persistent cache (see `cache_hits`). jaxlib 0.10.2 would leave out some of its functions, and the
@@ -46,13 +46,13 @@ def serialized(compiled: jax.stages.Compiled) -> Serialized | None:
     """
     try:
         return serialize(compiled)
-    except _CANNOT:
+    except _SERIALIZATION_ERRORS:
         return None
 
 
-def inline(kept: Serialized | None, device: Device) -> jax.stages.Compiled | None:
+def load_inline(serialized: Serialized | None, device: Device) -> jax.stages.Compiled | None:
     """Return the program such that the calling thread runs it; None if that is not possible."""
     try:
-        return None if kept is None or device.platform != "cpu" else loaded(kept, device, True)
-    except _CANNOT:  # the caller then uses the program that jax compiled
+        return None if serialized is None or device.platform != "cpu" else load_executable(serialized, device, True)
+    except _SERIALIZATION_ERRORS:  # the caller then uses the program that jax compiled
         return None

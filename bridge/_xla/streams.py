@@ -12,50 +12,50 @@ import threading
 import jax
 import numpy as np
 
-from bridge._compat.jax import streams
+from bridge._compat.jax import stream_calls
 from bridge._compat.types import Device
-from bridge._process import calm
+from bridge._process import jax_context
 
-LANES = 3  # more make nothing faster, and each may need memory for intermediate values
+STREAM_COUNT = 3  # more make nothing faster, and each may need memory for intermediate values
 
 
-def _stay(_: int) -> None:
+def _keep_stream(_: int) -> None:
     """Stay on the only stream."""
 
 
-_calls = streams  # jaxlib's calls that read and set this thread's stream
-SEVERAL = _calls is not None
-choose = _stay if _calls is None else _calls[1]
+_stream_calls = stream_calls  # jaxlib's calls that read and set this thread's stream
+HAS_STREAMS = _stream_calls is not None
+set_stream = _keep_stream if _stream_calls is None else _stream_calls[1]
 
 
 @functools.lru_cache(64)
-def _ordered(width: int, device: Device) -> jax.stages.Compiled:
+def _copy_program(width: int, device: Device) -> jax.stages.Compiled:
     """Return an executable that copies so many float64 numbers. It is compiled, because calling a jitted function takes longer."""
-    numbers = jax.ShapeDtypeStruct((width,), np.float64, sharding=jax.sharding.SingleDeviceSharding(device))
-    return jax.jit(lambda numbers: numbers * np.float64(1)).lower(numbers).compile()
+    scalars = jax.ShapeDtypeStruct((width,), np.float64, sharding=jax.sharding.SingleDeviceSharding(device))
+    return jax.jit(lambda numbers: numbers * np.float64(1)).lower(scalars).compile()
 
 
-def ready(width: int, device: Device) -> None:
+def compile_fork(width: int, device: Device) -> None:
     """Compile the executable that `fork_streams` runs for so many numbers."""
-    if _calls is not None:
-        with calm():
-            _ordered(width, device)
+    if _stream_calls is not None:
+        with jax_context():
+            _copy_program(width, device)
 
 
-def opened(numbers: np.ndarray, device: Device, lanes: int = LANES) -> tuple[np.ndarray | jax.Array, list[int]]:
+def fork_streams(scalars: np.ndarray, device: Device, count: int = STREAM_COUNT) -> tuple[np.ndarray | jax.Array, list[int]]:
     """Return the scalars as each program of a step takes them, and the ids of the streams.
 
     The scalars are the result of an execution in the thread's own stream. A program that takes them thus runs after everything that was
     dispatched there before, for example a read of a parameter that the program changes.
     """
-    if _calls is None:
-        return numbers, orders(lanes)
-    return _ordered(len(numbers), device)(numbers), orders(lanes)
+    if _stream_calls is None:
+        return scalars, stream_ids(count)
+    return _copy_program(len(scalars), device)(scalars), stream_ids(count)
 
 
-def orders(lanes: int = LANES) -> list[int]:
+def stream_ids(count: int = STREAM_COUNT) -> list[int]:
     """Return the ids of this thread's current stream and of `count` streams of its own."""
-    if _calls is None:
+    if _stream_calls is None:
         return [0, 0]
     first = threading.get_ident() + 1  # no other thread uses these streams
-    return [_calls[0](), *range(first, first + lanes)]
+    return [_stream_calls[0](), *range(first, first + count)]

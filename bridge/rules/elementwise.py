@@ -15,7 +15,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .per_leaf import Scalar, State, Update, bias_correction, caster, count, decayed, lerp, per_leaf, shrunk, wide
+from .per_leaf import (
+    Scalar,
+    State,
+    Update,
+    add_decay,
+    bias_correction,
+    cast_scalars,
+    initial_count,
+    lerp,
+    per_leaf,
+    scaled_update,
+    widest_float,
+)
 
 
 def adam(
@@ -38,26 +50,26 @@ def adam(
     bias correction, optax's amsgrad after it).
     """
 
-    def begin(p: jax.Array) -> State:
+    def init_leaf(p: jax.Array) -> State:
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
-        return {"step": count()} | {name: jnp.zeros_like(p) for name in moments}
+        return {"step": initial_count()} | {name: jnp.zeros_like(p) for name in moments}
 
-    def leaf(
+    def update_leaf(
         g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array, max_exp_avg_sq: jax.Array | None = None
     ) -> Update:
-        cast, step = caster(g), step + 1
+        cast, step = cast_scalars(g), step + 1
         g = -g if maximize else g
-        g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
+        g = g if decoupled_weight_decay else add_decay(g, p, weight_decay)
         m = lerp(exp_avg, g, 1 - betas[0])
         v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
         v_max = v if max_exp_avg_sq is None else jnp.maximum(max_exp_avg_sq, v)
         denominator = jnp.sqrt(v_max) * cast(1 / jnp.sqrt(bias_correction(betas[1], step))) + cast(eps)
-        update = -cast(wide(lr) / bias_correction(betas[0], step)) * m / denominator
+        update = -cast(widest_float(lr) / bias_correction(betas[0], step)) * m / denominator
         if decoupled_weight_decay:
-            update = shrunk(p, 1 - wide(lr) * wide(weight_decay), update)
+            update = scaled_update(p, 1 - widest_float(lr) * widest_float(weight_decay), update)
         return update, {"step": step, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": v_max}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def sgd(
@@ -77,23 +89,23 @@ def sgd(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
     """
 
-    def begin(p: jax.Array) -> State:
+    def init_leaf(p: jax.Array) -> State:
         # `seen` is 0 before the first gradient, which enters the buffer undampened.
         buffer = {} if momentum is None else {"momentum_buffer": jnp.zeros_like(p)}
         return buffer if momentum is None or dampening is None else buffer | {"seen": jnp.zeros((), jnp.float32)}
 
-    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array | None = None, seen: jax.Array | None = None) -> Update:
-        cast = caster(g)
-        g = decayed(-g if maximize else g, p, weight_decay)
+    def update_leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array | None = None, seen: jax.Array | None = None) -> Update:
+        cast = cast_scalars(g)
+        g = add_decay(-g if maximize else g, p, weight_decay)
         if momentum is None:
             return -cast(lr) * g, {}
         assert momentum_buffer is not None
-        share = cast(1.0) if seen is None or dampening is None else cast(1 - wide(dampening) * wide(seen))
+        share = cast(1.0) if seen is None or dampening is None else cast(1 - widest_float(dampening) * widest_float(seen))
         buffer = momentum_buffer * cast(momentum) + g * share
         g = g + cast(momentum) * buffer if nesterov else buffer
         return -cast(lr) * g, {"momentum_buffer": buffer, "seen": jnp.ones((), jnp.float32)}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def rmsprop(
@@ -115,11 +127,11 @@ def rmsprop(
     (2012); centered: Graves, arXiv:1308.0850.
     """
 
-    def begin(p: jax.Array) -> State:
+    def init_leaf(p: jax.Array) -> State:
         buffers = ["square_avg"] + ["momentum_buffer"] * (momentum is not None) + ["grad_avg"] * centered
-        return {"step": count()} | {name: jnp.zeros_like(p) for name in buffers}
+        return {"step": initial_count()} | {name: jnp.zeros_like(p) for name in buffers}
 
-    def leaf(
+    def update_leaf(
         g: jax.Array,
         p: jax.Array,
         step: jax.Array,
@@ -127,8 +139,8 @@ def rmsprop(
         momentum_buffer: jax.Array | None = None,
         grad_avg: jax.Array | None = None,
     ) -> Update:
-        cast = caster(g)
-        g = decayed(-g if maximize else g, p, weight_decay)
+        cast = cast_scalars(g)
+        g = add_decay(-g if maximize else g, p, weight_decay)
         v = square_avg * cast(alpha) + g * g * cast(1 - alpha)
         mean = None if grad_avg is None else lerp(grad_avg, g, 1 - alpha)
         direction = g / (jnp.sqrt(v if mean is None else v - mean * mean) + cast(eps))
@@ -137,7 +149,7 @@ def rmsprop(
             direction = momentum_buffer * cast(momentum) + direction
         return -cast(lr) * direction, {"step": step + 1, "square_avg": v, "momentum_buffer": direction, "grad_avg": mean}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def adagrad(
@@ -154,17 +166,17 @@ def adagrad(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adagrad.py; Duchi et al., JMLR 12 (2011).
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "sum": jnp.broadcast_to(caster(p)(initial_accumulator_value), p.shape)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "sum": jnp.broadcast_to(cast_scalars(p)(initial_accumulator_value), p.shape)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, sum: jax.Array) -> Update:  # noqa: A002 - torch's name
-        cast = caster(g)
-        g = decayed(-g if maximize else g, p, weight_decay)
+    def update_leaf(g: jax.Array, p: jax.Array, step: jax.Array, sum: jax.Array) -> Update:  # noqa: A002 - torch's name
+        cast = cast_scalars(g)
+        g = add_decay(-g if maximize else g, p, weight_decay)
         total = sum + g * g
-        rate = wide(lr) / (1 + wide(step) * wide(lr_decay))
+        rate = widest_float(lr) / (1 + widest_float(step) * widest_float(lr_decay))
         return -cast(rate) * g / (jnp.sqrt(total) + cast(eps)), {"step": step + 1, "sum": total}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def adadelta(
@@ -175,12 +187,12 @@ def adadelta(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adadelta.py; Zeiler, arXiv:1212.5701.
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "square_avg": jnp.zeros_like(p), "acc_delta": jnp.zeros_like(p)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "square_avg": jnp.zeros_like(p), "acc_delta": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, square_avg: jax.Array, acc_delta: jax.Array) -> Update:
-        cast = caster(g)
-        g = decayed(-g if maximize else g, p, weight_decay)
+    def update_leaf(g: jax.Array, p: jax.Array, step: jax.Array, square_avg: jax.Array, acc_delta: jax.Array) -> Update:
+        cast = cast_scalars(g)
+        g = add_decay(-g if maximize else g, p, weight_decay)
         v = square_avg * cast(rho) + g * g * cast(1 - rho)
         delta = jnp.sqrt(acc_delta + cast(eps)) / jnp.sqrt(v + cast(eps)) * g
         return -cast(lr) * delta, {
@@ -189,7 +201,7 @@ def adadelta(
             "acc_delta": acc_delta * cast(rho) + delta * delta * cast(1 - rho),
         }
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def adamax(
@@ -206,17 +218,17 @@ def adamax(
     algorithm 2 (which has no eps).
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "exp_avg": jnp.zeros_like(p), "exp_inf": jnp.zeros_like(p)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "exp_avg": jnp.zeros_like(p), "exp_inf": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_inf: jax.Array) -> Update:
-        cast, step = caster(g), step + 1
-        g = decayed(-g if maximize else g, p, weight_decay)
+    def update_leaf(g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_inf: jax.Array) -> Update:
+        cast, step = cast_scalars(g), step + 1
+        g = add_decay(-g if maximize else g, p, weight_decay)
         m = lerp(exp_avg, g, 1 - betas[0])
         u = jnp.maximum(exp_inf * cast(betas[1]), jnp.abs(g) + cast(eps))
-        return -cast(wide(lr) / bias_correction(betas[0], step)) * m / u, {"step": step, "exp_avg": m, "exp_inf": u}
+        return -cast(widest_float(lr) / bias_correction(betas[0], step)) * m / u, {"step": step, "exp_avg": m, "exp_inf": u}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def nadam(
@@ -237,28 +249,30 @@ def nadam(
     Momentum into Adam" (2016).
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "mu_product": count() + 1, "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "mu_product": initial_count() + 1, "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
 
     def momentum_at(step: jax.Array) -> jax.Array:
-        return wide(betas[0]) * (1 - 0.5 * 0.96 ** (wide(step) * wide(momentum_decay)))
+        return widest_float(betas[0]) * (1 - 0.5 * 0.96 ** (widest_float(step) * widest_float(momentum_decay)))
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, mu_product: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array) -> Update:
-        cast, step = caster(g), step + 1
+    def update_leaf(
+        g: jax.Array, p: jax.Array, step: jax.Array, mu_product: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array
+    ) -> Update:
+        cast, step = cast_scalars(g), step + 1
         g = -g if maximize else g
-        g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
+        g = g if decoupled_weight_decay else add_decay(g, p, weight_decay)
         mu, mu_next = momentum_at(step), momentum_at(step + 1)
         product = mu_product * mu.astype(mu_product.dtype)
         m = lerp(exp_avg, g, 1 - betas[0])
         v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
         denominator = jnp.sqrt(v * cast(1 / bias_correction(betas[1], step))) + cast(eps)
-        share_g = wide(lr) * (1 - mu) / (1 - wide(product))
-        share_m = wide(lr) * mu_next / (1 - wide(product) * mu_next)
-        factor = 1 - wide(lr) * wide(weight_decay) if decoupled_weight_decay else 1.0
-        update = shrunk(p, factor, -cast(share_g) * g / denominator, -cast(share_m) * m / denominator)  # two roundings, as in torch
+        share_g = widest_float(lr) * (1 - mu) / (1 - widest_float(product))
+        share_m = widest_float(lr) * mu_next / (1 - widest_float(product) * mu_next)
+        factor = 1 - widest_float(lr) * widest_float(weight_decay) if decoupled_weight_decay else 1.0
+        update = scaled_update(p, factor, -cast(share_g) * g / denominator, -cast(share_m) * m / denominator)  # two roundings, as in torch
         return update, {"step": step, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def radam(
@@ -277,26 +291,26 @@ def radam(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/radam.py; Liu et al., arXiv:1908.03265.
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array) -> Update:
-        cast, step = caster(g), step + 1
+    def update_leaf(g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array) -> Update:
+        cast, step = cast_scalars(g), step + 1
         g = -g if maximize else g
-        g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
+        g = g if decoupled_weight_decay else add_decay(g, p, weight_decay)
         m = lerp(exp_avg, g, 1 - betas[0])
         v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
         corrected = bias_correction(betas[1], step)
-        longest = 2 / (1 - wide(betas[1])) - 1
-        rho = longest - 2 * wide(step) * (1 - corrected) / corrected
+        longest = 2 / (1 - widest_float(betas[1])) - 1
+        rho = longest - 2 * widest_float(step) * (1 - corrected) / corrected
         rectified = jnp.sqrt(corrected * (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho))
         adaptive = cast(rectified) / (jnp.sqrt(v) + cast(eps))
-        update = -cast(wide(lr) / bias_correction(betas[0], step)) * m * jnp.where(rho > 5, adaptive, 1)
+        update = -cast(widest_float(lr) / bias_correction(betas[0], step)) * m * jnp.where(rho > 5, adaptive, 1)
         if decoupled_weight_decay:
-            update = shrunk(p, 1 - wide(lr) * wide(weight_decay), update)
+            update = scaled_update(p, 1 - widest_float(lr) * widest_float(weight_decay), update)
         return update, {"step": step, "exp_avg": m, "exp_avg_sq": v}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def rprop(
@@ -315,11 +329,11 @@ def rprop(
     and Huesken, NC 2000.
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "prev": jnp.zeros_like(p), "step_size": jnp.broadcast_to(caster(p)(lr), p.shape)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "prev": jnp.zeros_like(p), "step_size": jnp.broadcast_to(cast_scalars(p)(lr), p.shape)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, prev: jax.Array, step_size: jax.Array) -> Update:
-        cast = caster(g)
+    def update_leaf(g: jax.Array, p: jax.Array, step: jax.Array, prev: jax.Array, step_size: jax.Array) -> Update:
+        cast = cast_scalars(g)
         g = -g if maximize else g
         agreement = g * prev
         factor = jnp.where(agreement > 0, cast(etas[1]), jnp.where(agreement < 0, cast(etas[0]), cast(1.0)))
@@ -328,7 +342,7 @@ def rprop(
         sign = jnp.where(jnp.isnan(g), 0, jnp.sign(g))
         return -sign * size, {"step": step + 1, "prev": g, "step_size": size}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 def asgd(
@@ -348,16 +362,16 @@ def asgd(
     Optim. 30 (1992).
     """
 
-    def begin(p: jax.Array) -> State:
-        return {"step": count(), "eta": caster(count())(lr), "mu": count() + 1, "ax": jnp.zeros_like(p)}
+    def init_leaf(p: jax.Array) -> State:
+        return {"step": initial_count(), "eta": cast_scalars(initial_count())(lr), "mu": initial_count() + 1, "ax": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, eta: jax.Array, mu: jax.Array, ax: jax.Array) -> Update:
-        cast, step = caster(g), step + 1
-        g = decayed(-g if maximize else g, p, weight_decay)
-        update = shrunk(p, 1 - wide(lambd) * wide(eta), -cast(eta) * g)
+    def update_leaf(g: jax.Array, p: jax.Array, step: jax.Array, eta: jax.Array, mu: jax.Array, ax: jax.Array) -> Update:
+        cast, step = cast_scalars(g), step + 1
+        g = add_decay(-g if maximize else g, p, weight_decay)
+        update = scaled_update(p, 1 - widest_float(lambd) * widest_float(eta), -cast(eta) * g)
         new_p = p + update
-        new_eta = wide(lr) / (1 + wide(lambd) * wide(lr) * wide(step)) ** wide(alpha)
-        new_mu = 1 / jnp.maximum(1, wide(step) - wide(t0))
+        new_eta = widest_float(lr) / (1 + widest_float(lambd) * widest_float(lr) * widest_float(step)) ** widest_float(alpha)
+        new_mu = 1 / jnp.maximum(1, widest_float(step) - widest_float(t0))
         return update, {
             "step": step,
             "eta": new_eta.astype(eta.dtype),
@@ -365,4 +379,4 @@ def asgd(
             "ax": jnp.where(mu == 1, new_p, ax + (new_p - ax) * cast(mu)),
         }
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)

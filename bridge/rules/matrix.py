@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .per_leaf import Scalar, State, Update, caster, count, lerp, per_leaf, shrunk, wide
+from .per_leaf import Scalar, State, Update, cast_scalars, initial_count, lerp, per_leaf, scaled_update, widest_float
 
 # The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as possible.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_SHORT = 8  # the most terms for which a mean is unrolled
+_MAX_UNROLLED_LENGTH = 8  # the most terms for which a mean is unrolled
 
 
 def newton_schulz(
@@ -47,8 +47,8 @@ def newton_schulz(
         # XLA may drop a cast to `dtype` and back (its flag xla_allow_excess_precision). Before a cast, this rounds only once.
         return x if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
-    def product(x: jax.Array, y: jax.Array, along: int) -> jax.Array:
-        dims = (((1,), (along,)), ((), ()))
+    def product(x: jax.Array, y: jax.Array, contracted_dim: int) -> jax.Array:
+        dims = (((1,), (contracted_dim,)), ((), ()))
         return jax.lax.dot_general(x, y, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
 
     def wide_side_last(x: jax.Array) -> jax.Array:
@@ -58,8 +58,8 @@ def newton_schulz(
     tall = matrix.shape[0] > matrix.shape[1]
     x = rounded(matrix.astype(sums))
     x = wide_side_last(x) if tall else x
-    norm = jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(caster(x)(eps)))
-    a, b, c = map(caster(x), coefficients)
+    norm = jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(cast_scalars(x)(eps)))
+    a, b, c = map(cast_scalars(x), coefficients)
     x = rounded(x / norm).astype(dtype)
     for _ in range(steps):
         gram = rounded(product(x, x, 1)).astype(dtype)
@@ -104,14 +104,14 @@ def muon_with(
     def ratio(rows: int, columns: int) -> float:
         return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
 
-    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Update:
-        buffer = lerp(momentum_buffer, g, 1 - wide(momentum))
+    def update_leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Update:
+        buffer = lerp(momentum_buffer, g, 1 - widest_float(momentum))
         update = direction(lerp(g, buffer, momentum) if nesterov else buffer)
         rows, columns = p.shape
-        update = -caster(p)(wide(lr) * ratio(rows, columns)) * update
-        return shrunk(p, 1 - wide(lr) * wide(weight_decay), update), {"momentum_buffer": buffer}
+        update = -cast_scalars(p)(widest_float(lr) * ratio(rows, columns)) * update
+        return scaled_update(p, 1 - widest_float(lr) * widest_float(weight_decay), update), {"momentum_buffer": buffer}
 
-    return per_leaf(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, leaf)
+    return per_leaf(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, update_leaf)
 
 
 def adafactor(
@@ -134,13 +134,13 @@ def adafactor(
     arXiv:1804.04235.
     """
 
-    def begin(p: jax.Array) -> State:
+    def init_leaf(p: jax.Array) -> State:
         if p.ndim < 2:
-            return {"step": count(), "variance": jnp.zeros_like(p)}
+            return {"step": initial_count(), "variance": jnp.zeros_like(p)}
         rows, columns = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
-        return {"step": count(), "row_var": jnp.zeros(rows, p.dtype), "col_var": jnp.zeros(columns, p.dtype)}
+        return {"step": initial_count(), "row_var": jnp.zeros(rows, p.dtype), "col_var": jnp.zeros(columns, p.dtype)}
 
-    def leaf(
+    def update_leaf(
         g: jax.Array,
         p: jax.Array,
         step: jax.Array,
@@ -148,11 +148,13 @@ def adafactor(
         col_var: jax.Array | None = None,
         variance: jax.Array | None = None,
     ) -> Update:
-        cast, step = caster(g), step + 1
+        cast, step = cast_scalars(g), step + 1
         g = -g if maximize else g
         eps1 = float(jnp.finfo(dtype or p.dtype).eps) if eps[0] is None else eps[0]
-        share = wide(step) ** wide(beta2_decay)
-        rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * _at_least(wide(eps[1]), wide(_root_mean_square(p)))
+        share = widest_float(step) ** widest_float(beta2_decay)
+        rate = jnp.minimum(widest_float(lr), 1 / jnp.sqrt(widest_float(step))) * _max_ignoring_nan(
+            widest_float(eps[1]), widest_float(_root_mean_square(p))
+        )
         if variance is None:
             assert row_var is not None  # a leaf has both, or `variance`
             assert col_var is not None
@@ -162,21 +164,21 @@ def adafactor(
         else:
             estimate = variance = lerp(variance, g * g, share)
         update = g * jax.lax.rsqrt(jnp.maximum(estimate, cast(eps1 * eps1)))
-        clipped = rate / _at_least(wide(1.0), wide(_root_mean_square(update)) / wide(d))
-        update = shrunk(p, 1 - wide(lr) * wide(weight_decay), -cast(clipped) * update)
+        clipped = rate / _max_ignoring_nan(widest_float(1.0), widest_float(_root_mean_square(update)) / widest_float(d))
+        update = scaled_update(p, 1 - widest_float(lr) * widest_float(weight_decay), -cast(clipped) * update)
         return update, {"step": step, "row_var": row_var, "col_var": col_var, "variance": variance}
 
-    return per_leaf(begin, leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
-def _at_least(bound: jax.Array, x: jax.Array) -> jax.Array:
+def _max_ignoring_nan(bound: jax.Array, x: jax.Array) -> jax.Array:
     """Return the larger of both, and the bound if x is NaN, as Python's max in torch does: a NaN then does not spread to the whole leaf."""
     return jnp.where(x > bound, x, bound)
 
 
 def _mean(x: jax.Array, axis: int) -> jax.Array:
     length = x.shape[axis]
-    if not 0 < length <= _SHORT:
+    if not 0 < length <= _MAX_UNROLLED_LENGTH:
         return jnp.sum(x, axis, keepdims=True) / max(length, 1)
     # XLA's sum on a CPU makes a call for each row, which takes long for short rows, such as the three of a convolution.
     return functools.reduce(jnp.add, (jax.lax.slice_in_dim(x, i, i + 1, axis=axis % x.ndim) for i in range(length))) / length

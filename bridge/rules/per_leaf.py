@@ -22,7 +22,7 @@ Update: TypeAlias = tuple[jax.Array, Mapping[str, jax.Array | None]]  # the upda
 # ------------------------------------------------------------------ from one leaf to a tree
 
 
-def per_leaf(begin: Callable[[jax.Array], State], leaf: Callable[..., Update]) -> optax.GradientTransformation:
+def per_leaf(init_leaf: Callable[[jax.Array], State], update_leaf: Callable[..., Update]) -> optax.GradientTransformation:
     """Make a transformation by mapping the equation of one leaf over the tree.
 
     Args:
@@ -36,7 +36,7 @@ def per_leaf(begin: Callable[[jax.Array], State], leaf: Callable[..., Update]) -
 
     def init(params: optax.Params) -> tuple[PyTree, ...]:
         leaves, structure = jax.tree.flatten(params)
-        states = [begin(p) for p in leaves]
+        states = [init_leaf(p) for p in leaves]
         names = tuple(dict.fromkeys(name for state in states for name in state))
         return _state_type(names)(*(structure.unflatten([state.get(name) for state in states]) for name in names))
 
@@ -46,7 +46,7 @@ def per_leaf(begin: Callable[[jax.Array], State], leaf: Callable[..., Update]) -
         grads, structure = jax.tree.flatten(updates)
         columns = [structure.flatten_up_to(field) for field in state]
         own = [{name: c[i] for name, c in zip(state._fields, columns, strict=True) if c[i] is not None} for i in range(len(grads))]
-        results = [leaf(g, p, **fields) for g, p, fields in zip(grads, structure.flatten_up_to(params), own, strict=True)]
+        results = [update_leaf(g, p, **fields) for g, p, fields in zip(grads, structure.flatten_up_to(params), own, strict=True)]
         new = {
             name: structure.unflatten([new.get(name) if name in old else None for old, (_, new) in zip(own, results, strict=True)])
             for name in state._fields
@@ -62,7 +62,7 @@ def _state_type(fields: tuple[str, ...]) -> Callable[..., tuple[PyTree, ...]]:
     return collections.namedtuple("State", fields)
 
 
-def count() -> jax.Array:
+def initial_count() -> jax.Array:
     """Return the initial step count of a leaf: a float32 scalar, as in torch."""
     return jnp.zeros((), jnp.float32)
 
@@ -70,30 +70,30 @@ def count() -> jax.Array:
 # ------------------------------------------------------------------ parts of equations
 
 
-def caster(like: jax.Array) -> Callable[[Scalar], jax.Array]:
+def cast_scalars(like: jax.Array) -> Callable[[Scalar], jax.Array]:
     """Return a function that casts scalars to the dtype of an array."""
     return lambda scalar: jnp.asarray(scalar).astype(like.dtype)
 
 
-def wide(scalar: Scalar) -> jax.Array:
+def widest_float(scalar: Scalar) -> jax.Array:
     """Cast a scalar to the widest float that jax is set to, so that a product of scalars is rounded once."""
     return jnp.asarray(scalar).astype(jnp.result_type(float))
 
 
-def decayed(g: jax.Array, p: jax.Array, weight_decay: Scalar) -> jax.Array:
+def add_decay(g: jax.Array, p: jax.Array, weight_decay: Scalar) -> jax.Array:
     """Return g + weight_decay * p, and g where weight_decay is 0: an infinite parameter then stays unchanged."""
-    weight_decay = caster(g)(weight_decay)
+    weight_decay = cast_scalars(g)(weight_decay)
     return jnp.where(weight_decay == 0, g, g + weight_decay * p)
 
 
-def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
+def scaled_update(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
     """Return the update from p to p * factor plus `updates`, added in order and rounded as in torch.
 
     torch rounds the factor, 1 - lr * weight_decay, and then p * factor before it adds. p - (1 - c) * p rounds like p * c where XLA
     contracts it to one multiply-add. The caller adds p to the result, p + ((... + updates) - p): this is exact if a step moves the
     parameter by less than half of its value, and else exact but for the last digit.
     """
-    less = p - (1 - caster(p)(factor)) * p
+    less = p - (1 - cast_scalars(p)(factor)) * p
     return jnp.where(jnp.isfinite(p), sum(updates, less) - p, sum(updates[1:], updates[0]))
 
 
@@ -103,7 +103,7 @@ def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
     From either end this is one multiply-add. In other forms a bucket and a separate parameter could round differently, and so could a run
     that is resumed.
     """
-    weight = caster(start)(weight)
+    weight = cast_scalars(start)(weight)
     from_start = weight < 0.5
     return jnp.where(from_start, start, end) + (end - start) * jnp.where(from_start, weight, -(1 - weight))
 
@@ -111,5 +111,5 @@ def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
 def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
     """Return 1 - beta ** step, without cancellation for beta near 1 and small steps."""
     known = isinstance(beta, float | int)
-    log = wide(math.log(beta) if beta else -math.inf) if known else jnp.log(wide(beta))
-    return -jnp.expm1(wide(step) * log)
+    log = widest_float(math.log(beta) if beta else -math.inf) if known else jnp.log(widest_float(beta))
+    return -jnp.expm1(widest_float(step) * log)

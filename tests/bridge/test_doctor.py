@@ -12,8 +12,8 @@ import pytest
 
 import bridge
 from bridge._xla.multi_output_fusion import FUSION_FLAG
-from bridge.doctor import BOUNDS, diagnosed
-from bridge.environment import Facts, gather
+from bridge.doctor import BOUNDS, diagnose
+from bridge.environment import Environment, read_environment
 
 pytestmark = pytest.mark.unoptimized
 
@@ -29,11 +29,11 @@ VERSIONS = {
 }
 ASKED = {"XLA_FLAGS": f"--xla_backend_extra_options={FUSION_FLAG}", "OMP_WAIT_POLICY": "passive"}
 # A machine without problems before jax has started, and one with GPUs on both sides while jax runs.
-HEALTHY = Facts(ASKED, VERSIONS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
+HEALTHY = Environment(ASKED, VERSIONS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
 QUIET = ASKED | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 ON_GPU = dataclasses.replace(
-    HEALTHY, env=QUIET, torch_cuda="12.6", torch_gpus=2, plugins=("jax-cuda12-plugin",), jax_devices=(("gpu", 2),), fuses=True,
-    importer=True, exporter=True,
+    HEALTHY, env=QUIET, torch_cuda="12.6", torch_gpus=2, plugins=("jax-cuda12-plugin",), jax_devices=(("gpu", 2),), fuses_outputs=True,
+    has_fast_import=True, has_fast_export=True,
 )  # fmt: skip
 RANK = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -75,13 +75,19 @@ PROBLEMS = {
     "no CPU for jax": (changed(ON_GPU, env={"JAX_PLATFORMS": "cuda"}), "devices", "note", "leaves out the CPU", "JAX_PLATFORMS=cuda,cpu"),
     "no GPU for torch": (changed(ON_GPU, torch_gpus=0, torch_cuda=None), "devices", "warning", "where no tensor is", "JAX_PLATFORMS=cpu"),
     "jax does not start": (
-        changed(env={"JAX_PLATFORMS": "cuda"}, failure="AssertionError"),
+        changed(env={"JAX_PLATFORMS": "cuda"}, start_error="AssertionError"),
         "devices",
         "error",
         r"the CPU alone, jax does not start \(JAX_PLATFORMS=cuda\): AssertionError",
         r"^unset JAX_PLATFORMS, or pip install 'maskbridge\[cuda\]'",
     ),
-    "jax does not start by itself": (changed(ON_GPU, jax_devices=None, failure="no"), "devices", "error", "start: no", "JAX_PLATFORMS=cpu"),
+    "jax does not start by itself": (
+        changed(ON_GPU, jax_devices=None, start_error="no"),
+        "devices",
+        "error",
+        "start: no",
+        "JAX_PLATFORMS=cpu",
+    ),
     "not started": (changed(ON_GPU, jax_devices=None), "devices", "note", "jax has not started", r"doctor\(start=True\)"),
     "a rank that sees all": (
         changed(ON_GPU, env=RANK),
@@ -99,16 +105,22 @@ PROBLEMS = {
     ),
     "75% of the GPU": (changed(ON_GPU, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]), "preallocation", "warning", "75%", "PREALLOCATE=false"),
     "x64": (changed(x64=True), "x64", "note", "makes float64", "not needed"),
-    "another jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "0.8 to 0.10"),
+    "another jaxlib": (
+        changed(ON_GPU, without=["XLA_FLAGS"], fuses_outputs=False),
+        "XLA flags",
+        "warning",
+        "jaxlib does not know",
+        "0.8 to 0.10",
+    ),
     "flag too late": (
-        changed(ON_GPU, fuses=False, by_program=False),
+        changed(ON_GPU, fuses_outputs=False, has_per_program_flag=False),
         "XLA flags",
         "warning",
         "jax started without it",
         "import bridge before",
     ),
     "jax came first": (
-        changed(ON_GPU, without=["XLA_FLAGS"], fuses=False, by_program=False),
+        changed(ON_GPU, without=["XLA_FLAGS"], fuses_outputs=False, has_per_program_flag=False),
         "XLA flags",
         "warning",
         "before bridge was imported",
@@ -122,16 +134,22 @@ PROBLEMS = {
         "unset",
     ),
     "own options": (
-        changed(env={"XLA_FLAGS": "--xla_backend_extra_options=a"}, by_program=False),
+        changed(env={"XLA_FLAGS": "--xla_backend_extra_options=a"}, has_per_program_flag=False),
         "XLA flags",
         "note",
         "your own options",
         FUSION_FLAG,
     ),
-    "alignment": (changed(misaligned=(3, 100)), "alignment", "warning", "tensors of 3, 100 floats", "copy=None"),
-    "public import": (changed(ON_GPU, importer=False), "fast paths", "note", "^import by jax's public call", "private names"),
-    "public both ways": (changed(ON_GPU, importer=False, exporter=False), "fast paths", "note", "import and export by", "report"),
-    "nobody counts holders": (changed(counts_holders=False), "write-back", "warning", "updated by a copy", "torch between"),
+    "alignment": (changed(misaligned_sizes=(3, 100)), "alignment", "warning", "tensors of 3, 100 floats", "copy=None"),
+    "public import": (changed(ON_GPU, has_fast_import=False), "fast paths", "note", "^import by jax's public call", "private names"),
+    "public both ways": (
+        changed(ON_GPU, has_fast_import=False, has_fast_export=False),
+        "fast paths",
+        "note",
+        "import and export by",
+        "report",
+    ),
+    "nobody counts holders": (changed(has_use_count=False), "write-back", "warning", "updated by a copy", "torch between"),
     "forked": (changed(forked=True), "processes", "error", "was forked after jax", "forkserver"),
     "fork": (changed(start_method="fork"), "processes", "note", "once jax has started", "multiprocessing_context"),
     "fork, and jax runs": (changed(ON_GPU, start_method="fork"), "processes", "note", "jax runs here", "forkserver"),
@@ -150,7 +168,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("facts", [HEALTHY, ON_GPU], ids=["CPU", "GPU"])
 def test_machine_without_problems_gets_no_findings(facts):
-    report = diagnosed(facts)
+    report = diagnose(facts)
     assert report.exit_code == 0
     assert {row["level"] for row in report.rows} == {"ok"}
     assert not any(row["fix"] for row in report.rows)
@@ -160,7 +178,7 @@ def test_machine_without_problems_gets_no_findings(facts):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_each_problem_is_found_alone_and_with_its_fix(name):
     facts, check, level, found, fix = PROBLEMS[name]
-    report = diagnosed(facts)
+    report = diagnose(facts)
     rows = [row for row in report.rows if row["level"] != "ok"]
     assert [(row["check"], row["level"]) for row in rows] == [(check, level)]
     assert re.search(found, rows[0]["found"]), rows
@@ -180,9 +198,9 @@ def test_similar_but_correct_settings_give_no_findings():
         changed(versions=VERSIONS | {"torch": "2.14.0a0+git123"}),
         changed(env={"GOMP_SPINCOUNT": "0"}, without=["OMP_WAIT_POLICY"]),
         changed(env={"GOMP_SPINCOUNT": "10000"}, without=["OMP_WAIT_POLICY"]),
-        changed(threads_end=True, without=["OMP_WAIT_POLICY"]),
+        changed(openmp_can_pause=True, without=["OMP_WAIT_POLICY"]),
     ):
-        assert {row["level"] for row in diagnosed(facts).rows} == {"ok"}, facts
+        assert {row["level"] for row in diagnose(facts).rows} == {"ok"}, facts
 
 
 def test_version_bounds_are_those_of_the_project():
@@ -191,10 +209,10 @@ def test_version_bounds_are_those_of_the_project():
 
 
 def test_this_process_has_no_problems():
-    facts = gather()
+    facts = read_environment()
     assert facts.versions.keys() == BOUNDS.keys()
-    assert facts.counts_holders
-    assert facts.misaligned == ()
+    assert facts.has_use_count
+    assert facts.misaligned_sizes == ()
     assert bridge.doctor().exit_code == 0
 
 
@@ -228,7 +246,8 @@ def test_late_flag_is_detected_in_a_compiled_program():
     """Simulate a jaxlib without per-program requests by a hook that jax does not know."""
     late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names"
     late += "; from bridge._xla import multi_output_fusion as fusion"
-    late += "; bridge.environment.by_program = fusion.by_program = names.by_program = lambda: False; print(bridge.doctor())"
+    late += "; bridge.environment.has_per_program_flag = fusion.has_per_program_flag = names.has_per_program_flag = lambda: False"
+    late += "; print(bridge.doctor())"
     done = run(["-c", late.format("import os; os.environ['MASKBRIDGE_XLA_FLAGS'] = '1'")])
     assert "jax had started before bridge was imported" in done.stdout
     done = run(["-c", late.format(f"import os; os.environ['XLA_FLAGS'] = '--xla_backend_extra_options={FUSION_FLAG}'")])

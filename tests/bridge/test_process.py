@@ -8,7 +8,7 @@ import pytest
 from oracles import random_grads, random_params, set_grads
 
 import torch_api
-from bridge._process import uncollected
+from bridge._process import gc_paused
 
 pytestmark = pytest.mark.quick
 
@@ -55,8 +55,8 @@ def test_collector_is_restored_after_an_error():
 
 
 def test_pauses_can_be_nested():
-    with uncollected():
-        with uncollected():
+    with gc_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -393,10 +393,10 @@ def refuses_seven():
 
 def unchanged_by(optimizer, call, params):
     """Check that `call` raises and that groups, decisions and later steps of the optimizer are unaffected."""
-    before = [{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decided) for leaf in optimizer.leaves]
+    before = [{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decision) for leaf in optimizer._records]
     with pytest.raises(ValueError, match=r"refuses seven|several elements have one address"):
         call()
-    assert ([{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decided) for leaf in optimizer.leaves]) == before
+    assert ([{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decision) for leaf in optimizer._records]) == before
     values = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.ones_like(p)

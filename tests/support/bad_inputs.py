@@ -14,7 +14,7 @@ import torch
 import bridge
 import torch_api
 from bridge import _process
-from bridge._compiler.spec import NO_EXTRA
+from bridge._compiler.spec import NO_EXTRA_ARGS
 from bridge._runtime.transaction import Transaction
 from torch_api import (
     MaskedAdadelta,
@@ -326,11 +326,11 @@ def other_gradient(optimizer):
 
 def on_two_devices(optimizer):
     """Pretend that a parameter lies on a GPU; devices are compared before anything runs."""
-    optimizer._active[-1].device = torch.device("cuda:0")
+    optimizer._trainable[-1].device = torch.device("cuda:0")
 
 
 def launched(optimizer):
-    optimizer._launches.build((0, 1, 2, 3), NO_EXTRA, False, optimizer._hyperparams(), False, Transaction(()))
+    optimizer._launch_cache.prepare((0, 1, 2, 3), NO_EXTRA_ARGS, False, optimizer._hyperparams(), False, Transaction(()))
 
 
 def made_in_a_fork(net):
@@ -560,7 +560,7 @@ def frozen_since(optimizer):
 
 
 def tree_of(optimizer):
-    return bridge._names.nest(zip(optimizer.names(), map(torch.Tensor.detach, params_of(optimizer)), strict=True))
+    return bridge._names.nest(zip(optimizer._param_names(), map(torch.Tensor.detach, params_of(optimizer)), strict=True))
 
 
 def begun(optimizer, tx=None):

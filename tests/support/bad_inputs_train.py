@@ -107,9 +107,9 @@ def with_nan(train_step):
 
 def sharded(net):
     optimizer = adamw(net)
-    optimizer._active[0].layout = SimpleNamespace()
-    watch = module_guard.Watch(net)
-    arguments.check_fit(watch, optimizer)
+    optimizer._trainable[0].dtensor_layout = SimpleNamespace()
+    watch = module_guard.ModuleGuard(net)
+    arguments.check_same_params(watch, optimizer)
 
 
 def donated():

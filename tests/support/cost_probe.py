@@ -34,7 +34,7 @@ def not_comparable() -> str | None:
     """Return why counts of this process cannot be compared with those of others; None if they can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"costs are counted on Linux x86_64, this is {sys.platform} {platform.machine()}"
-    if not multi_output_fusion.requested():
+    if not multi_output_fusion.is_fusion_enabled():
         return "the environment turns off loops with several results"
     return None
 
@@ -49,11 +49,11 @@ def fixed_environment() -> Iterator[None]:
         for module in (_process, executable):
             patch.setattr(module, "CORES", CORES)
         for module in (executable, launch_cache):
-            patch.setattr(module, "ON_ONE_CORE", _ON_ONE_CORE)
-        patch.setattr(executable, "_OPERATIONS", 40 * _ON_ONE_CORE)
+            patch.setattr(module, "SINGLE_CORE_ELEMENTS", _ON_ONE_CORE)
+        patch.setattr(executable, "_SINGLE_CORE_OPERATIONS", 40 * _ON_ONE_CORE)
         patch.setattr(cache, "_programs", WeakValueDictionary())
-        patch.setattr(cache, "_recent", {})
-        for module, name in ((executable, "of_update"), (streaming_stats, "of_update"), (train_program, "of_training")):
+        patch.setattr(cache, "_lru", {})
+        for module, name in ((executable, "update_options"), (streaming_stats, "update_options"), (train_program, "train_options")):
             patch.setattr(module, name, _without_llvm(getattr(module, name)))
         yield
 
@@ -93,10 +93,10 @@ def executables(stepper: Any) -> set[int]:
     if isinstance(stepper, torch_api.JaxTrainStep):
         return {id(program.call) for program in stepper._programs.values()}
     found = []
-    for launch in stepper._launches.latest:
-        program = launch.program
-        pieces = program._cut.pieces if program._cut is not None else [program]
-        found += [*pieces, *filter(None, [program.measure])]
-        if launch.reader is not None:
-            found += [kind.piece for kind in launch.reader._kinds]
+    for launch in stepper._launch_cache.last_used:
+        program = launch.executable
+        pieces = program._outlined.pieces if program._outlined is not None else [program]
+        found += [*pieces, *filter(None, [program.stats_executable])]
+        if launch.streaming_stats is not None:
+            found += [kind.executable for kind in launch.streaming_stats._per_dtype]
     return set(map(id, found))

@@ -96,8 +96,8 @@ def pure(tx, start, grads):
 
 
 def program(optimizer):
-    (launch,) = optimizer._launches.latest
-    return launch.program
+    (launch,) = optimizer._launch_cache.last_used
+    return launch.executable
 
 
 def moved(tx, params, grads, **arguments):

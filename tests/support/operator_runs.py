@@ -17,7 +17,7 @@ from oracles import jitted
 from torch.utils import _pytree as pytree
 
 import bridge
-from bridge._interop.dtypes import IN_TORCH
+from bridge._interop.dtypes import TORCH_DTYPES
 
 TOGETHER = 8  # samples per compiled program, at most
 # Kinds of samples and the dtype of each. Most code is float32.
@@ -120,7 +120,7 @@ def eager(op, sample, kind, slopes=True, through_complex=True):
         return None
     if not given or not out:
         return None
-    known = [i for i, x in enumerate(out) if x.requires_grad and x.dtype in IN_TORCH.values()]  # jax has no complex32
+    known = [i for i, x in enumerate(out) if x.requires_grad and x.dtype in TORCH_DTYPES.values()]  # jax has no complex32
     at = [i for i in known if slopes and (through_complex or not out[i].is_complex())]
     weights, wanted = [weights_for(out[i]) for i in at], [x for x in given if x.requires_grad]
     try:
@@ -199,7 +199,7 @@ def compare(case, found, grads, kind, values=True):
     """Raise a `MismatchError` if outputs or gradients differ; without `values` compare only shapes and dtypes."""
     for what, ours, theirs in (
         ("shapes", [tuple(x.shape) for x in found], [tuple(x.shape) for x in case.out]),
-        ("dtypes", [IN_TORCH[str(x.dtype)] for x in found], [x.dtype for x in case.out]),
+        ("dtypes", [TORCH_DTYPES[str(x.dtype)] for x in found], [x.dtype for x in case.out]),
     ):
         if ours != theirs:
             raise MismatchError(f"{what}: {ours}, torch's {theirs}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from unoptimized import options
 
-from bridge._xla.multi_output_fusion import requested
+from bridge._xla.multi_output_fusion import is_fusion_enabled
 
 
 class NumpyAdam:
@@ -109,7 +109,8 @@ CLOSE = 1e-6 if jax.__version_info__ >= (0, 10) else 1e-5
 # For tests that count bytes. The oldest supported jaxlib fuses the results of a separate leaf into one loop (test_execute.py), but not all
 # results of joint leaves, sums or mixed dtypes, and it counts other bytes for a barrier of several arrays.
 FUSES = pytest.mark.skipif(
-    not requested() or jax.__version_info__ < (0, 10), reason="this XLA does not fuse all results into one loop, or counts otherwise"
+    not is_fusion_enabled() or jax.__version_info__ < (0, 10),
+    reason="this XLA does not fuse all results into one loop, or counts otherwise",
 )
 
 

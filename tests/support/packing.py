@@ -24,12 +24,12 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 def without_buckets():
     """Give every parameter its own buffer in optimizers that are made in this context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(buckets.GATHERED, "cpu", 0)
+        patch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
         yield
 
 
 def bucket_rows(optimizer):
-    return [leaf.slot for leaf in optimizer._active]
+    return [leaf.bucket_row for leaf in optimizer._trainable]
 
 
 def bucketed(optimizer, least=5):
@@ -92,12 +92,12 @@ def same_states(one, params, other, others):
 def separate_twin(make, params):
     """Return an optimizer of copies in which every parameter has its own buffer and no gradient is read by address, and the copies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "ADDRESSED", 0)
+        patch.setattr(buckets, "MAX_ADDRESSED_ROW_BYTES", 0)
         return unbucketed_twin(make, params)
 
 
 def programs(optimizer):
-    return [launch.program for launch in optimizer._launches.latest]
+    return [launch.executable for launch in optimizer._launch_cache.last_used]
 
 
 def misaligned(g):
@@ -121,11 +121,11 @@ ODD = {
 
 def read_wrong_rows(shift):
     """Return a broken `address_space.Places.__call__`: it reads the next row's gradient, or starts `shift` elements later."""
-    call = address_space.Places.__call__
+    call = address_space.RowAddresses.__call__
 
     def wrong(self, tensors):
         memory, order = call(self, tensors)
-        rows = order[: len(self._nth)]
+        rows = order[: len(self._gradient_of_row)]
         rows[:] = np.roll(rows, 1) if shift > 1 else rows + shift
         return [memory, order]
 
@@ -135,9 +135,9 @@ def read_wrong_rows(shift):
 def lower_addressing_thresholds(monkeypatch, fewest):
     """Lower the thresholds so that `fewest` equal leaves of middle size are a bucket whose gradients are read by address."""
     for module, name, value in (
-        (buckets, "FEWEST_ADDRESSED", fewest),
-        (buckets, "FEWEST_LONG", fewest),
-        (bucket_state, "GATHERED_PACK", 1),
-        (launch_cache, "ON_ONE_CORE", 0),
+        (buckets, "MIN_ADDRESSED_ROWS", fewest),
+        (buckets, "MIN_LARGE_ADDRESSED_ROWS", fewest),
+        (bucket_state, "MAX_GATHERED_BUCKET_BYTES", 1),
+        (launch_cache, "SINGLE_CORE_ELEMENTS", 0),
     ):
         monkeypatch.setattr(module, name, value)

@@ -12,4 +12,4 @@ def options():
     """Return options that skip LLVM's optimizations, which take most of the compile time on a CPU; XLA's fusions stay the same."""
     if jax.default_backend() != "cpu":
         return {}
-    return EFFORT | ({_EMITTERS: False} if compile_options._known(_EMITTERS, False) else {})
+    return EFFORT | ({_EMITTERS: False} if compile_options._is_supported(_EMITTERS, False) else {})

@@ -280,14 +280,14 @@ ENTRIES = entries()
 
 def traced(optimizer):
     """Return the hyperparams that are inputs of the compiled program."""
-    return [name for name, _ in optimizer.arrangement.static[0].traced]
+    return [name for name, _ in optimizer._hyperparam_table.transforms[0].traced_hyperparams]
 
 
 def form(optimizer):
     """Return whether parameters are updated jointly or separately, and flattened or not, for the docs table."""
-    rows = optimizer.arrangement
+    rows = optimizer._hyperparam_table
     if any(row.unit is not None for row in rows.static):
         return "together"
     return " / ".join(
-        sorted({"alone, flat" if leaf.spec.flat and len(leaf.shape) > 1 else "alone" for leaf in optimizer.leaves if len(leaf.shape) > 1})
+        sorted({"alone, flat" if leaf.spec.flat and len(leaf.shape) > 1 else "alone" for leaf in optimizer._records if len(leaf.shape) > 1})
     )

@@ -93,7 +93,7 @@ CONSTRUCTION = {
         "tx is 'adam'; expected an optax transformation",
     ),
     "decay_mask without decay": (
-        lambda: torch_api.OptaxOptimizer([P], optimizer_spec.Rule(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
+        lambda: torch_api.OptaxOptimizer([P], optimizer_spec.OptimizerSpec(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
         ValueError,
         "decay_mask is given, but this rule has no weight_decay",
     ),
@@ -157,7 +157,7 @@ def test_bad_gradient_raises_and_updates_no_parameter(spoil, text):
 def test_gradient_on_another_device_raises():
     optimizer, params = fresh()
     values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
-    leaf = optimizer._active[0]
+    leaf = optimizer._trainable[0]
     leaf.device = torch.device("cuda:0")
     with pytest.raises(ValueError, match=r"dtype torch.float32 on cpu; the parameter has .* on cuda:0"):
         optimizer.step()

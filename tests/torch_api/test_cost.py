@@ -100,8 +100,8 @@ def test_two_optimizers_share_programs_of_one_transformation():
 def two_unused_programs_kept(monkeypatch):
     """Empty the cache of programs and let it keep two unused ones."""
     monkeypatch.setattr(programs, "_programs", weakref.WeakValueDictionary())
-    monkeypatch.setattr(programs, "_recent", {})
-    monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 2)
+    monkeypatch.setattr(programs, "_lru", {})
+    monkeypatch.setattr(programs, "_LRU_SIZE", 2)
 
 
 @pytest.mark.usefixtures("two_unused_programs_kept")
@@ -119,15 +119,15 @@ def test_cache_keeps_a_limited_number_of_unused_programs():
 
     made, counts = zip(*map(compiled, rules), strict=True)
     assert counts == (1, 1, 1, 1)
-    assert len(programs._recent) == 2
+    assert len(programs._lru) == 2
     assert [compiled(rule)[1] for rule in rules] == [0, 0, 0, 0]  # programs in use are found although the cache is smaller
-    assert len(programs._recent) == 2
+    assert len(programs._lru) == 2
     del made
     gc.collect()
     assert len(programs._programs) == 2
     assert [compiled(rule)[1] for rule in rules[::-1]] == [0, 0, 1, 1]
-    kept = [weakref.ref(program) for program in programs._recent.values()]
-    programs._recent.clear()
+    kept = [weakref.ref(program) for program in programs._lru.values()]
+    programs._lru.clear()
     gc.collect()
     assert [program() for program in kept] == [None, None]
     assert not programs._programs
@@ -142,13 +142,13 @@ def test_cache_keeps_the_programs_of_a_step_together(monkeypatch):
         optimizer.step()
     plans = list(programs._programs)
     assert len(plans) == 2
-    monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 1)
+    monkeypatch.setattr(programs, "_LRU_SIZE", 1)
     monkeypatch.setattr(programs, "_programs", weakref.WeakValueDictionary())
     before = bridge.compilations()
-    programs.programs(plans)
+    programs.get_executables(plans)
     assert bridge.compilations() == before + 2
     gc.collect()
-    programs.programs(plans)
+    programs.get_executables(plans)
     assert bridge.compilations() == before + 2
 
 
@@ -169,7 +169,7 @@ def test_frozen_parameter_costs_no_bytes(make):
 
 
 def test_program_does_not_depend_on_earlier_compilations(monkeypatch):
-    caches = (per_kind, "_families"), (update, "_of_any_size"), (programs, "_programs")
+    caches = (per_kind, "_families"), (update, "_size_independent"), (programs, "_programs")
     for cache in caches:
         monkeypatch.setattr(*cache, {})
     transforms = {"a": (optax.adamw, {"lr": 1e-3}), "b": optax.sgd(0.1)}

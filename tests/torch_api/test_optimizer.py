@@ -585,7 +585,7 @@ def test_parameter_has_no_second_copy_in_memory():
     import jax
 
     assert {a.unsafe_buffer_pointer() for a in jax.live_arrays() if a.size == 256 * 256} == {p.data_ptr()}
-    assert jax_buffers.memory_of(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()
+    assert jax_buffers.find_unshared_buffer(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()
 
 
 # ---------------------------------------------------------------------- groups edited by hand

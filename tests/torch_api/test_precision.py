@@ -14,7 +14,7 @@ import torch
 from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
-from bridge._ir.rounding import _stochastic, draws, nearest, stochastic_round
+from bridge._ir.rounding import _stochastic_by_gap, random_bits, round_to_nearest, stochastic_round
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
@@ -105,7 +105,7 @@ def dependence(a, b):
 
 
 def test_draws_are_uniform_and_independent():
-    draw = jax.jit(lambda key: draws((1 << 16,), key).astype(jnp.float32) * jnp.float32(2.0**-32))
+    draw = jax.jit(lambda key: random_bits((1 << 16,), key).astype(jnp.float32) * jnp.float32(2.0**-32))
     assert max(dependence(*map(np.asarray, pair)) for pair in pairs(draw).values()) < 5
     assert 0 <= float(draw(key(0)).min()) < float(draw(key(0)).max()) < 1
     # The statistic detects a dropped word and unmixed positions.
@@ -131,9 +131,9 @@ def around_every_bfloat16():
 def test_bfloat16_rounding_by_integers_equals_rounding_by_arithmetic():
     x = around_every_bfloat16()
     for count in range(20):
-        ours, theirs = jax.jit(lambda x, key: (stochastic_round(x, jnp.bfloat16, key), _stochastic(x, jnp.bfloat16, draws(x.shape, key))))(
-            x, key(7, count)
-        )
+        ours, theirs = jax.jit(
+            lambda x, key: (stochastic_round(x, jnp.bfloat16, key), _stochastic_by_gap(x, jnp.bfloat16, random_bits(x.shape, key)))
+        )(x, key(7, count))
         assert np.isnan(np.asarray(ours, np.float32)[np.isnan(x)]).all()
         ours, theirs = (np.asarray(y).view(np.uint16)[~np.isnan(x)] for y in (ours, theirs))
         np.testing.assert_array_equal(ours, theirs)
@@ -152,7 +152,7 @@ def test_rounding_to_nearest_equals_torchs(dtype):
     ).float()
     if dtype is torch.bfloat16:
         x = x[~(x.abs() < torch.finfo(dtype).smallest_normal) | (x == 0)]
-    ours = jax.jit(lambda x: nearest(x, jnp.dtype(str(dtype).removeprefix("torch."))))(x.numpy())
+    ours = jax.jit(lambda x: round_to_nearest(x, jnp.dtype(str(dtype).removeprefix("torch."))))(x.numpy())
     np.testing.assert_array_equal(np.asarray(ours), x.to(dtype).float().numpy())
 
 
@@ -172,7 +172,7 @@ def casts_there_and_back(jaxpr):
 def test_compiler_cannot_drop_a_rounding(dtype):
     trace = lambda f: list(casts_there_and_back(jax.make_jaxpr(f)(jnp.ones(4)).jaxpr))  # noqa: E731
     assert trace(lambda x: x.astype(dtype).astype(jnp.float32))
-    assert not trace(lambda x: nearest(x, jnp.dtype(dtype)))
+    assert not trace(lambda x: round_to_nearest(x, jnp.dtype(dtype)))
     assert not trace(lambda x: stochastic_round(x, jnp.dtype(dtype), key(0)))
 
 

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge._compiler.spec import Field, buffer_shape
+from bridge._compiler.spec import StateField, buffer_shape
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation, jax_buffers
 from torch_api._rules.types import ParamState
 
-from .buckets import GATHERED, GATHERED_PACK, SINGLY_ON
-from .record import Leaf
-from .record_state import Shown, has_state, is_like, is_wider, may_move
+from .buckets import GRADS_AS_ARGUMENTS_ON, MAX_GATHERED_BUCKET_BYTES, MAX_GATHERED_ROW_BYTES
+from .record import ParamRecord
+from .record_state import StateTensors, can_rebind, has_state, keeps_saved_dtype, matches_view
 
 
-class Pack:
+class BucketState:
     """The state of one bucket in one optimizer: for each field one buffer with a row for each parameter.
 
     Args:
@@ -35,65 +35,71 @@ class Pack:
       may_address_grads: whether gradients may be read by address.
     """
 
-    __slots__ = ("_addressed", "_constants", "_device", "_fields", "_gradients", "memory", "state")
+    __slots__ = ("_device", "_fields", "_gathered_grads", "_initial_constants", "_may_address_grads", "jax_buffer", "state_buffers")
 
     def __init__(
         self,
-        leaf: Leaf,
-        fields: Sequence[Field],
+        leaf: ParamRecord,
+        fields: Sequence[StateField],
         hidden: Mapping[str, float],
-        constants: Sequence[complex | None],
+        initial_constants: Sequence[complex | None],
         members: Sequence[tuple[int, ParamState]],
-        taken: set[jax_buffers.Memory],
-        addressed: bool,
+        buffers_in_use: set[jax_buffers.JaxBuffer],
+        may_address_grads: bool,
     ) -> None:
-        assert leaf.memory is not None
-        self._addressed = addressed
-        self.memory, self._fields, self._device = leaf.memory, fields, leaf.device.type
-        self._gradients: torch.Tensor | None = None
+        assert leaf.jax_buffer is not None
+        self._may_address_grads = may_address_grads
+        self.jax_buffer, self._fields, self._device = leaf.jax_buffer, fields, leaf.device.type
+        self._gathered_grads: torch.Tensor | None = None
         saved = [(row, state) for row, state in members if has_state(fields, state)]
-        dtypes = [_dtype(field, hidden, [state for _, state in saved]) for field in fields]
-        kept = self._as_saved(saved, dtypes, hidden, taken)
-        self._constants = constants if kept is None else None  # the content of rows until `init_row`
-        self.state = kept or self._begun(leaf, dtypes, constants)
-        taken.update(self.state)
+        dtypes = [_row_dtype(field, hidden, [state for _, state in saved]) for field in fields]
+        adopted = self._adopt_saved(saved, dtypes, hidden, buffers_in_use)
+        self._initial_constants = initial_constants if adopted is None else None  # the content of rows until `init_row`
+        self.state_buffers = adopted or self._allocate_initial(leaf, dtypes, initial_constants)
+        buffers_in_use.update(self.state_buffers)
 
     @property
-    def singly(self) -> bool:
+    def grads_as_arguments(self) -> bool:
         """Whether each gradient is an argument of its own."""
-        return len(self.memory.rows) == 1 or (not self.small and self._device in SINGLY_ON)
+        return len(self.jax_buffer.rows) == 1 or (not self.gathers_grads and self._device in GRADS_AS_ARGUMENTS_ON)
 
     @property
-    def addressed(self) -> bool:
+    def addresses_grads(self) -> bool:
         """Whether gradients may be read by address. Small buckets with small rows are gathered instead."""
-        return self._addressed and not self.singly and (not self.small or len(self.memory.rows) * self.memory.row_bytes > GATHERED_PACK)
+        return (
+            self._may_address_grads
+            and not self.grads_as_arguments
+            and (not self.gathers_grads or len(self.jax_buffer.rows) * self.jax_buffer.row_bytes > MAX_GATHERED_BUCKET_BYTES)
+        )
 
     @property
-    def small(self) -> bool:
+    def gathers_grads(self) -> bool:
         """Whether rows are small enough to gather gradients."""
-        return self.memory.row_bytes <= GATHERED.get(self._device, 0)
+        return self.jax_buffer.row_bytes <= MAX_GATHERED_ROW_BYTES.get(self._device, 0)
 
-    def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[complex | None]) -> tuple[jax_buffers.Memory, ...]:
+    def _allocate_initial(
+        self, leaf: ParamRecord, dtypes: Sequence[str], initial_constants: Sequence[complex | None]
+    ) -> tuple[jax_buffers.JaxBuffer, ...]:
         """Allocate the buffers of all fields, filled with their constants, or with 0 if a field has none."""
-        count, width = self.memory.array.shape
+        count, width = self.jax_buffer.array.shape
         inner = [(width,) if field.shape is None else buffer_shape(field) for field in self._fields]
         kinds = [
             ((count, *shape), jnp.dtype(dtype), 0 if constant is None else constant)
-            for shape, dtype, constant in zip(inner, dtypes, constants, strict=True)
+            for shape, dtype, constant in zip(inner, dtypes, initial_constants, strict=True)
         ]
-        arrays = jax.block_until_ready(allocation.filled(kinds, device_of(leaf.param)))
+        arrays = jax.block_until_ready(allocation.full_many(kinds, device_of(leaf.param)))
         return tuple(
-            jax_buffers.register(array, self.memory.lengths if field.shape is None else [int(np.prod(shape))] * count)
+            jax_buffers.register(array, self.jax_buffer.row_lengths if field.shape is None else [int(np.prod(shape))] * count)
             for field, shape, array in zip(self._fields, inner, arrays, strict=True)
         )
 
-    def _as_saved(
+    def _adopt_saved(
         self,
         saved: Sequence[tuple[int, ParamState]],
         dtypes: Sequence[str],
         hidden: Mapping[str, float],
-        taken: set[jax_buffers.Memory],
-    ) -> tuple[jax_buffers.Memory, ...] | None:
+        buffers_in_use: set[jax_buffers.JaxBuffer],
+    ) -> tuple[jax_buffers.JaxBuffer, ...] | None:
         """Return the buffers that hold the saved state already, or None.
 
         Each saved tensor must be in its parameter's row of one unused buffer per field, and no other tensor may alias the other rows.
@@ -102,26 +108,26 @@ class Pack:
         for field, dtype in zip(self._fields, dtypes, strict=True):
             if field.name in hidden or not all(isinstance(state.get(field.name), torch.Tensor) for _, state in saved):
                 return None
-            found = {(jax_buffers.located(state[field.name]), row) for row, state in saved}
+            found = {(jax_buffers.find_buffer(state[field.name]), row) for row, state in saved}
             homes = {memory for (memory, at), row in found if at == row}
             memory = homes.pop() if len(homes) == 1 and all(at == row for (_, at), row in found) else None
-            if memory is None or memory in taken or memory in memories or len(memory.rows) != len(self.memory.rows):
+            if memory is None or memory in buffers_in_use or memory in memories or len(memory.rows) != len(self.jax_buffer.rows):
                 return None
-            if str(memory.array.dtype) != dtype or set(memory.windows) - {row for row, _ in saved}:
+            if str(memory.array.dtype) != dtype or set(memory.aliases) - {row for row, _ in saved}:
                 return None
-            if field.shape is None and memory.array.shape != self.memory.array.shape:
+            if field.shape is None and memory.array.shape != self.jax_buffer.array.shape:
                 return None  # saved with parameters of another dtype, whose rows have another length
             memories.append(memory)
         return tuple(memories) or None
 
-    def give(
+    def init_row(
         self,
-        leaf: Leaf,
+        leaf: ParamRecord,
         hidden: Mapping[str, float],
         values: Sequence[complex | torch.Tensor | None],
         saved: ParamState,
-        begin: Callable[[Leaf, Field], torch.Tensor],
-    ) -> Shown:
+        initial_aux_value: Callable[[ParamRecord, StateField], torch.Tensor],
+    ) -> StateTensors:
         """Write the initial state of one parameter into its rows, and return the tensors over them.
 
         Args:
@@ -129,20 +135,20 @@ class Pack:
           saved: the parameter's entry of `optimizer.state`.
           initial_aux_value: gives the initial value of auxiliary state.
         """
-        shown = Shown()
+        shown = StateTensors()
         is_given = has_state(self._fields, saved)
-        for position, (field, memory, value) in enumerate(zip(self._fields, self.state, values, strict=True)):
-            like = leaf.local.detach() if field.shape is None else None
-            looked_at = leaf.slot in memory.windows
-            known = saved.get(field.name) if is_given or field.position is None else None
-            moves = may_move(leaf, field.name, known)
-            view = memory.tensor(leaf.device, like, leaf.slot)
+        for position, (field, memory, value) in enumerate(zip(self._fields, self.state_buffers, values, strict=True)):
+            like = leaf.local_tensor.detach() if field.shape is None else None
+            looked_at = leaf.bucket_row in memory.aliases
+            known = saved.get(field.name) if is_given or field.state_index is None else None
+            moves = can_rebind(leaf, field.name, known)
+            view = memory.alias_tensor(leaf.device, like, leaf.bucket_row)
             view = view.view(field.shape) if field.shape and like is None else view
             if field.name in hidden:
                 view.fill_(hidden[field.name] if is_given else float(cast(float, value)))
                 continue
-            if field.position is None or is_given:
-                source = torch.as_tensor(begin(leaf, field) if known is None else known, device=leaf.device)
+            if field.state_index is None or is_given:
+                source = torch.as_tensor(initial_aux_value(leaf, field) if known is None else known, device=leaf.device)
                 source = source.reshape(view.shape) if like is None else source
                 if source.data_ptr() != view.data_ptr():
                     view.copy_(source)
@@ -150,40 +156,44 @@ class Pack:
                     view.copy_(source.clone())
             elif isinstance(value, torch.Tensor):
                 view.copy_(value.reshape(view.shape) if like is None else value.as_strided(view.shape, view.stride()))
-            elif looked_at or self._constants is None or self._constants[position] != value:
+            elif looked_at or self._initial_constants is None or self._initial_constants[position] != value:
                 view.fill_(cast(complex, value))
-            if known is not None and is_like(known, view) and known.data_ptr() == view.data_ptr():
+            if known is not None and matches_view(known, view) and known.data_ptr() == view.data_ptr():
                 known.data = view  # so that tensor and view are one alias of the row
             shown.add(field.name, view, known, moves)
-            memory.holders[leaf.slot or 0] = weakref.ref(shown.views[field.name])
+            memory.tensor_refs[leaf.bucket_row or 0] = weakref.ref(shown.views[field.name])
         return shown
 
-    def gradient(self, leaf: Leaf) -> torch.Tensor:
+    def grad_row(self, leaf: ParamRecord) -> torch.Tensor:
         """Return the place of the parameter's gradient in `gathered_grads`."""
-        rows, start = self.gradients(leaf), (leaf.slot or 0) * self.memory.array.shape[1]
+        rows, start = self.gathered_grads(leaf), (leaf.bucket_row or 0) * self.jax_buffer.array.shape[1]
         size, strides = leaf.shape, leaf.strides
         return rows.as_strided(size, strides, start)
 
-    def whole(self, leaves: Sequence[Leaf]) -> torch.Tensor | None:
+    def cat_target(self, leaves: Sequence[ParamRecord]) -> torch.Tensor | None:
         """Return `gathered_grads` as the `out` of one `torch.cat` of the parameters' gradients, or None if that cannot fill it.
 
         All parameters of the bucket must have a gradient, have one shape and fill their rows.
         """
         shape = leaves[0].shape
-        filled = bool(shape) and shape.numel() == self.memory.array.shape[1] and [leaf.slot for leaf in leaves] == list(self.memory.rows)
-        if not filled or any(leaf.shape != shape or leaf.order is not None for leaf in leaves):
+        filled = (
+            bool(shape)
+            and shape.numel() == self.jax_buffer.array.shape[1]
+            and [leaf.bucket_row for leaf in leaves] == list(self.jax_buffer.rows)
+        )
+        if not filled or any(leaf.shape != shape or leaf.dim_order is not None for leaf in leaves):
             return None
-        return self.gradients(leaves[0]).view(-1, *shape[1:])
+        return self.gathered_grads(leaves[0]).view(-1, *shape[1:])
 
-    def gradients(self, leaf: Leaf) -> torch.Tensor:
+    def gathered_grads(self, leaf: ParamRecord) -> torch.Tensor:
         """Return the buffer for gathered gradients, with one row for each parameter. It is allocated at the first call."""
-        if self._gradients is None:
+        if self._gathered_grads is None:
             with torch.inference_mode(False):
-                self._gradients = torch.zeros(self.memory.array.shape, dtype=leaf.gradient_dtype, device=leaf.device)
-        return self._gradients
+                self._gathered_grads = torch.zeros(self.jax_buffer.array.shape, dtype=leaf.grad_dtype, device=leaf.device)
+        return self._gathered_grads
 
 
-def _dtype(field: Field, hidden: Mapping[str, float], saved: Iterable[ParamState]) -> str:
+def _row_dtype(field: StateField, hidden: Mapping[str, float], saved: Iterable[ParamState]) -> str:
     """Return the dtype of a field's rows: the transformation's, or the widest in which a member's state was saved."""
-    types = {str(numpy_dtype(state[field.name].dtype)) for state in saved if is_wider(field, hidden, state)} - {field.dtype}
+    types = {str(numpy_dtype(state[field.name].dtype)) for state in saved if keeps_saved_dtype(field, hidden, state)} - {field.dtype}
     return max(types, key=lambda name: jnp.dtype(name).itemsize) if types else field.dtype

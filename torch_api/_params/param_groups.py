@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 import numpy as np
 import torch
 
-from bridge._compiler.spec import Row
-from bridge._names import near_and_all
-from torch_api._rules.optimizer_spec import Rule
+from bridge._compiler.spec import TransformSpec
+from bridge._names import did_you_mean_or_list
+from torch_api._rules.optimizer_spec import OptimizerSpec
 from torch_api._rules.types import MutableParamGroup, ParamGroup
-from torch_api._rules.validators import Check, _is_one_number, _is_scalar_array, _length, as_tuple, is_number, is_sequence
+from torch_api._rules.validators import Check, as_tuple, is_number, is_one_number, is_scalar_array, is_sequence, tuple_length
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -22,8 +22,8 @@ _Group = TypeVar("_Group")
 
 # The key to which a group's own lr_scale moves, because schedulers of timm and others multiply the lr by group["lr_scale"] too. The value
 # is None if the lr_scale has no effect on the update.
-TAKEN_LR_SCALE = "initial_lr_scale"
-FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale", TAKEN_LR_SCALE})
+INITIAL_LR_SCALE = "initial_lr_scale"
+FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale", INITIAL_LR_SCALE})
 # Options of torch.optim that choose torch's implementation. They are ignored, but kept so that checkpoints have the same keys.
 TORCH_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # Keys that torch.optim.lr_scheduler and swa_utils write, and Lightning's monitor (`name`) and schedule-free optimizers (`train_mode`).
@@ -34,8 +34,8 @@ _PARAMS_KEYS = frozenset({"params", "param_names", TRAINABLE_PARAMS})
 # Names of a key whose misspellings are recognized.
 _SPELLINGS = {"lr": ("lr", "learning_rate")}
 # Keys that users expect to have an effect. They are errors if the optax transformation has no such hyperparameter.
-_HYPERPARAMS = frozenset({"weight_decay", "momentum", "nesterov", "betas", "b1", "b2", "eps"})
-_MOMENTA = frozenset({"b1", "beta1", "beta"})  # hyperparameters that `betas` may set
+_EXPECTED_HYPERPARAMS = frozenset({"weight_decay", "momentum", "nesterov", "betas", "b1", "b2", "eps"})
+_BETA_NAMES = frozenset({"b1", "beta1", "beta"})  # hyperparameters that `betas` may set
 
 # Group keys that must not be negative, with their names in torch's errors.
 _NON_NEGATIVE = {
@@ -44,22 +44,22 @@ _NON_NEGATIVE = {
     "momentum": "momentum value",
     "weight_decay": "weight_decay value",
     "lr_scale": "lr_scale",
-    TAKEN_LR_SCALE: TAKEN_LR_SCALE,
+    INITIAL_LR_SCALE: INITIAL_LR_SCALE,
     "wd_scale": "wd_scale",
 }
 
 
-def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(cls_name: str, arguments: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for an unknown constructor argument."""
     known = set(known)
-    for name in given:
+    for name in arguments:
         if name not in known:
-            raise TypeError(f"{owner}: unknown argument {name!r}. {near_and_all(name, known)}")
+            raise TypeError(f"{cls_name}: unknown argument {name!r}. {did_you_mean_or_list(name, known)}")
 
 
-def check_keys(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
+def check_keys(cls_name: str, group: ParamGroup, optimizer_spec: OptimizerSpec, allowed: Iterable[str] = ()) -> None:
     """Raise for a group key that is probably a misspelling. Other unknown keys belong to the user, as in torch.optim."""
-    hyperparams = set(rule.hyperparams)
+    hyperparams = set(optimizer_spec.hyperparams)
     known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | hyperparams
     for key in group.keys() - known - set(allowed):
         if not isinstance(key, str):
@@ -67,13 +67,13 @@ def check_keys(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str]
         meant = _misspelled(key, known)
         if meant:
             raise ValueError(
-                f"{owner}: unknown key {key!r} in a param group. Did you mean {' or '.join(map(repr, meant))}? "
+                f"{cls_name}: unknown key {key!r} in a param group. Did you mean {' or '.join(map(repr, meant))}? "
                 "Your own keys are kept and ignored if their names do not resemble known ones."
             )
-        if rule.scaled and key in _HYPERPARAMS and not (key == "betas" and _MOMENTA & hyperparams):
+        if optimizer_spec.is_optax and key in _EXPECTED_HYPERPARAMS and not (key == "betas" and _BETA_NAMES & hyperparams):
             listed = ", ".join(map(repr, sorted(hyperparams))) or "none"
             raise ValueError(
-                f"{owner}: {key!r} is in a param group, but this transformation does not read {key!r} from the groups, so it would have "
+                f"{cls_name}: {key!r} is in a param group, but this transformation does not read {key!r} from the groups, so it would have "
                 f"no effect. It reads: {listed}."
             )
 
@@ -82,7 +82,7 @@ def _misspelled(key: str, known: Iterable[str]) -> list[str]:
     """Return the known keys that the key probably means: with the same letters, or one different (two in a long hyperparameter)."""
     meant = []
     plain = _letters(key)
-    for name in sorted(set(known) - _PARAMS_KEYS - {"name", TAKEN_LR_SCALE}):
+    for name in sorted(set(known) - _PARAMS_KEYS - {"name", INITIAL_LR_SCALE}):
         for spelled in _SPELLINGS.get(name, (name,)):
             letters = _letters(spelled)
             wrong = 0 if len(spelled) < 4 else 2 if len(spelled) >= 12 and name not in _SCHEDULER_KEYS else 1
@@ -111,27 +111,27 @@ def _edits(a: str, b: str) -> int:
     return rows[-1][-1]
 
 
-def check_group(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
+def check_group(cls_name: str, group: ParamGroup, optimizer_spec: OptimizerSpec, allowed: Iterable[str] = ()) -> None:
     """Check a group that is passed to a constructor or added: as `check_types`, and numbers must be in range."""
-    _check_numbers(owner, group, rule, allowed)
-    _check_ranges(group, rule.checks)
-    for key in _beside(group, rule):
+    _check_numbers(cls_name, group, optimizer_spec, allowed)
+    _check_ranges(group, optimizer_spec.checks)
+    for key in _keys_without_check(group, optimizer_spec):
         if not group[key] >= 0:
             raise ValueError(f"Invalid {_NON_NEGATIVE[key]}: {group[key]}")
-    for index, beta in enumerate(group["betas"] if "betas" in rule.hyperparams and not rule.checks else ()):
+    for index, beta in enumerate(group["betas"] if "betas" in optimizer_spec.hyperparams and not optimizer_spec.checks else ()):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    _check_flags(owner, group, rule)
+    _check_flags(cls_name, group, optimizer_spec)
 
 
-def check_types(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
+def check_types(cls_name: str, group: ParamGroup, optimizer_spec: OptimizerSpec, allowed: Iterable[str] = ()) -> None:
     """Raise for a misspelled key that is not `allowed`, or a value of a type that the update cannot use.
 
     Numbers may be out of range. As in torch.optim, a step uses what a schedule has written, and such a group can be saved and loaded.
     """
-    _check_numbers(owner, group, rule, allowed)
-    _check_ranges(group, [check for check in rule.checks if check.always])
-    _check_flags(owner, group, rule)
+    _check_numbers(cls_name, group, optimizer_spec, allowed)
+    _check_ranges(group, [check for check in optimizer_spec.checks if check.at_every_step])
+    _check_flags(cls_name, group, optimizer_spec)
 
 
 def _check_ranges(group: ParamGroup, checks: Iterable[Check]) -> None:
@@ -140,110 +140,118 @@ def _check_ranges(group: ParamGroup, checks: Iterable[Check]) -> None:
             raise check.error(check.text.format(**group))
 
 
-def _check_numbers(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str]) -> None:
-    check_keys(owner, group, rule, allowed)
-    for key, default in rule.hyperparams.items():
-        if not rule.scaled or (key in rule.traceable and group[key] is not None):
-            _check_type(owner, key, group[key], default, key in rule.static)
-    for key in _beside(group, rule):
-        _check_type(owner, key, group[key], 0.0)
+def _check_numbers(cls_name: str, group: ParamGroup, optimizer_spec: OptimizerSpec, allowed: Iterable[str]) -> None:
+    check_keys(cls_name, group, optimizer_spec, allowed)
+    for key, default in optimizer_spec.hyperparams.items():
+        if not optimizer_spec.is_optax or (key in optimizer_spec.traceable_hyperparams and group[key] is not None):
+            _check_type(cls_name, key, group[key], default, key in optimizer_spec.static_hyperparams)
+    for key in _keys_without_check(group, optimizer_spec):
+        _check_type(cls_name, key, group[key], 0.0)
 
 
-def _beside(group: ParamGroup, rule: Rule) -> list[str]:
+def _keys_without_check(group: ParamGroup, optimizer_spec: OptimizerSpec) -> list[str]:
     """Return the non-negative keys of the group that `optimizer_spec.checks` does not cover."""
-    checked = rule.hyperparams if rule.checks else ()
+    checked = optimizer_spec.hyperparams if optimizer_spec.checks else ()
     known = [key for key in _NON_NEGATIVE if key in group and key not in checked]
-    return [key for key in known if not (group[key] is None and (rule.scaled or key == TAKEN_LR_SCALE))]
+    return [key for key in known if not (group[key] is None and (optimizer_spec.is_optax or key == INITIAL_LR_SCALE))]
 
 
-def _check_flags(owner: str, group: ParamGroup, rule: Rule) -> None:
-    if "wd_scale" in group and "weight_decay" not in rule.hyperparams:
-        raise ValueError(f"{owner}: wd_scale is {group['wd_scale']}, but this transformation has no weight_decay in the groups to scale.")
+def _check_flags(cls_name: str, group: ParamGroup, optimizer_spec: OptimizerSpec) -> None:
+    if "wd_scale" in group and "weight_decay" not in optimizer_spec.hyperparams:
+        raise ValueError(
+            f"{cls_name}: wd_scale is {group['wd_scale']}, but this transformation has no weight_decay in the groups to scale."
+        )
     if group.get("differentiable"):
-        raise ValueError(f"{owner}: differentiable=True is not supported: the update runs outside torch's autograd graph.")
-    _check_type(owner, "trainable", group.get("trainable", True), True)
+        raise ValueError(f"{cls_name}: differentiable=True is not supported: the update runs outside torch's autograd graph.")
+    _check_type(cls_name, "trainable", group.get("trainable", True), True)
 
 
-def check_parameter_fits(rule: Rule, name: str, p: torch.Tensor) -> None:
+def check_parameter_fits(optimizer_spec: OptimizerSpec, name: str, p: torch.Tensor) -> None:
     """Raise for a trained parameter that the equation does not support."""
-    for check in rule.leaf_checks:
+    for check in optimizer_spec.leaf_checks:
         if not check.holds(p):
             raise check.error(check.text.format(size=p.size(), name=name))
 
 
-def _check_type(owner: str, key: str, value: object, default: object, static: bool = False) -> None:
+def _check_type(cls_name: str, key: str, value: object, default: object, static: bool = False) -> None:
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
+            raise TypeError(f"{cls_name}: {key!r} is {value!r}; expected True or False.")
     elif isinstance(default, tuple | list):
         fits = is_sequence(value) and len(value) == len(default) and all(map(_fits_default, value, default))
         if not fits:
-            raise ValueError(f"{owner}: {key} is {value!r}; expected {len(default)} numbers.")
+            raise ValueError(f"{cls_name}: {key} is {value!r}; expected {len(default)} numbers.")
     elif static and default is None:
         if not isinstance(value, str | None):
-            raise TypeError(f"{owner}: {key!r} is {value!r}; expected a name or None.")
+            raise TypeError(f"{cls_name}: {key!r} is {value!r}; expected a name or None.")
     elif static and not (isinstance(value, int) and not isinstance(value, bool)):
-        raise TypeError(f"{owner}: {key!r} is {value!r}; expected an integer.")
+        raise TypeError(f"{cls_name}: {key!r} is {value!r}; expected an integer.")
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {key} must be 1-element")
-    elif not (is_number(value) or _is_scalar_array(value)):
-        raise TypeError(f"{owner}: {key!r} is {value!r}; expected a number.")
+    elif not (is_number(value) or is_scalar_array(value)):
+        raise TypeError(f"{cls_name}: {key!r} is {value!r}; expected a number.")
 
 
 def _fits_default(value: object, default: object) -> bool:
-    return _is_one_number(value) or value is default is None
+    return is_one_number(value) or value is default is None
 
 
-def make_plain(group: MutableParamGroup, rule: Rule) -> None:
+def convert_scalar_arrays(group: MutableParamGroup, optimizer_spec: OptimizerSpec) -> None:
     """Replace jax and NumPy scalars in the group by Python numbers, which every checkpoint can hold."""
-    for key in rule.hyperparams.keys() | {"lr"}:
+    for key in optimizer_spec.hyperparams.keys() | {"lr"}:
         value = group.get(key)
-        if _is_scalar_array(value) or isinstance(value, np.generic):
+        if is_scalar_array(value) or isinstance(value, np.generic):
             group[key] = value.item()
 
 
-def make_tuples(group: MutableParamGroup, rule: Rule) -> None:
+def convert_sequences(group: MutableParamGroup, optimizer_spec: OptimizerSpec) -> None:
     """Replace sequences in the group by tuples, for hyperparameters whose default is a tuple."""
-    for key, default in rule.hyperparams.items():
+    for key, default in optimizer_spec.hyperparams.items():
         if key in group and isinstance(default, tuple | list):
             group[key] = as_tuple(group[key])
 
 
-def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[ParamGroup], Row]:
+def group_reader(optimizer_spec: OptimizerSpec, traceable: Iterable[str]) -> Callable[[ParamGroup], TransformSpec]:
     """Return a function that reads the `TransformSpec` of a group.
 
     Args:
       optimizer_spec: the spec of the group.
       traceable: for an optax transformation, the hyperparameters to trace. The others are static.
     """
-    if rule.scaled:
-        return lambda group: _scaled_row(rule, frozenset(traceable), group)
-    options = [name for name, default in rule.hyperparams.items() if isinstance(default, bool)]
-    numeric = [name for name in rule.hyperparams if name not in options and name not in rule.static]
+    if optimizer_spec.is_optax:
+        return lambda group: _optax_transform_spec(optimizer_spec, frozenset(traceable), group)
+    options = [name for name, default in optimizer_spec.hyperparams.items() if isinstance(default, bool)]
+    numeric = [name for name in optimizer_spec.hyperparams if name not in options and name not in optimizer_spec.static_hyperparams]
 
-    def read(group: ParamGroup) -> Row:
-        absent = [name for name in numeric if name in rule.structural and float(group[name]) == 0.0]
+    def read(group: ParamGroup) -> TransformSpec:
+        absent = [name for name in numeric if name in optimizer_spec.optional_hyperparams and float(group[name]) == 0.0]
         statics = {name: bool(group[name]) for name in options} | dict.fromkeys(absent)
-        statics |= {name: fixed(group[name]) for name in sorted(rule.static)}
-        traced = ((name, _length(group[name])) for name in numeric if name not in absent)
-        return Row(rule.factory, tuple(statics.items()), tuple(traced), shaped=rule.shaped, typed=rule.typed)
+        statics |= {name: hashable_value(group[name]) for name in sorted(optimizer_spec.static_hyperparams)}
+        traced = ((name, tuple_length(group[name])) for name in numeric if name not in absent)
+        return TransformSpec(
+            optimizer_spec.factory,
+            tuple(statics.items()),
+            tuple(traced),
+            needs_shape=optimizer_spec.needs_shape,
+            takes_dtype=optimizer_spec.takes_dtype,
+        )
 
     return read
 
 
-def _scaled_row(rule: Rule, traceable: frozenset[str], group: ParamGroup) -> Row:
-    traced = {name: _length(group[name]) for name in rule.hyperparams if name in traceable and group[name] is not None}
-    rest = {name: group[name] for name in rule.hyperparams if name not in traced}
-    statics = tuple((name, fixed(value)) for name, value in rest.items())
-    return Row(rule.factory, statics, tuple(traced.items()), scaled=True)
+def _optax_transform_spec(optimizer_spec: OptimizerSpec, traceable: frozenset[str], group: ParamGroup) -> TransformSpec:
+    traced = {name: tuple_length(group[name]) for name in optimizer_spec.hyperparams if name in traceable and group[name] is not None}
+    rest = {name: group[name] for name in optimizer_spec.hyperparams if name not in traced}
+    statics = tuple((name, hashable_value(value)) for name, value in rest.items())
+    return TransformSpec(optimizer_spec.factory, statics, tuple(traced.items()), is_optax=True)
 
 
-def fixed(value: object) -> object:
+def hashable_value(value: object) -> object:
     """Return the value of a static hyperparameter in a form that can be hashed and compared."""
     return tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in as_tuple(value)) if is_sequence(value) else value
 
 
-def take_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_given: bool) -> str | None:
+def resolve_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_default_lr_explicit: bool) -> str | None:
     """Decide what the `lr_scale` of a new group means, and return the text of a warning if that is not clear.
 
     In a group with the default lr it scales the lr. It moves to `INITIAL_LR_SCALE` and reads 1 from then on, so that it acts once under
@@ -256,16 +264,16 @@ def take_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_given:
     """
     if "lr_scale" not in group:
         return None
-    if TAKEN_LR_SCALE in group:  # a copy of a group in which this was decided
-        if group[TAKEN_LR_SCALE] is not None:
-            group[TAKEN_LR_SCALE], group["lr_scale"] = lr_scale(group), 1.0
+    if INITIAL_LR_SCALE in group:  # a copy of a group in which this was decided
+        if group[INITIAL_LR_SCALE] is not None:
+            group[INITIAL_LR_SCALE], group["lr_scale"] = lr_scale(group), 1.0
         return None
     scale, lr = group["lr_scale"], float(group.get("lr", default_lr))
     if scale == 1 or lr == float(default_lr):
-        group[TAKEN_LR_SCALE], group["lr_scale"] = scale, 1.0
+        group[INITIAL_LR_SCALE], group["lr_scale"] = scale, 1.0
         return None
-    group[TAKEN_LR_SCALE] = None
-    if not is_given or math.isclose(lr, scale * float(default_lr), rel_tol=1e-6):
+    group[INITIAL_LR_SCALE] = None
+    if not is_default_lr_explicit or math.isclose(lr, scale * float(default_lr), rel_tol=1e-6):
         return None
     return (
         f"a param group has lr {lr:g} and lr_scale {scale:g}, beside a default lr of {float(default_lr):g}. As in torch.optim, its lr is "
@@ -276,27 +284,27 @@ def take_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_given:
 
 def lr_scale(group: ParamGroup) -> float:
     """Return the factor of the group's lr: its initial scale times what was written to `lr_scale` since; 1 if it has no effect."""
-    taken = group.get(TAKEN_LR_SCALE, 1.0)
+    taken = group.get(INITIAL_LR_SCALE, 1.0)
     return 1.0 if taken is None else group.get("lr_scale", 1.0) * taken
 
 
-def put_back_lr_scale(group: MutableParamGroup) -> None:
+def restore_lr_scale(group: MutableParamGroup) -> None:
     """Write the initial scale back to `lr_scale`, where torch's optimizers have it. The group is a copy that is to be saved."""
-    if "lr_scale" in group and group.setdefault(TAKEN_LR_SCALE, 1.0) is not None:
+    if "lr_scale" in group and group.setdefault(INITIAL_LR_SCALE, 1.0) is not None:
         group["lr_scale"] = lr_scale(group)
 
 
-def listed(owner: str, params: ParamsT) -> ParamsT:
+def list_params(cls_name: str, params: ParamsT) -> ParamsT:
     """Return the parameters as a list. For an empty one raise torch's error with a possible cause."""
     if isinstance(params, torch.Tensor):
         return params  # torch's own TypeError
     listed: list[Any] = list(params)
     if not listed:
-        raise ValueError(f"{owner}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
+        raise ValueError(f"{cls_name}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
     return listed
 
 
-def without_duplicates(owner: str, group: _Group) -> _Group:
+def list_unique_params(cls_name: str, group: _Group) -> _Group:
     """Replace `params` of the group by a list, and return the group.
 
     Raises:
@@ -305,38 +313,40 @@ def without_duplicates(owner: str, group: _Group) -> _Group:
     if not isinstance(group, dict) or isinstance(group.get("params"), torch.Tensor | set):
         return group  # torch's own handling
     if "params" not in group:
-        raise ValueError(f"{owner}: a param group has no 'params'; it has {sorted(group)}.")
+        raise ValueError(f"{cls_name}: a param group has no 'params'; it has {sorted(group)}.")
     group["params"] = list(group["params"])
     tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     first: dict[int, int] = {}
     for position, p in enumerate(tensors):
         if first.setdefault(id(p), position) != position:
-            raise ValueError(f"{owner}: the parameter at position {position} is the one at {first[id(p)]} again; give each parameter once.")
+            raise ValueError(
+                f"{cls_name}: the parameter at position {position} is the one at {first[id(p)]} again; give each parameter once."
+            )
     return group
 
 
-def names(group: MutableParamGroup, start: int) -> list[str]:
+def param_names(group: MutableParamGroup, start: int) -> list[str]:
     """Return the names of the group's parameters, or "param<position>" if it does not have a name for each."""
-    return group["param_names"] if is_named(group) else [f"param{start + i}" for i in range(len(group["params"]))]
+    return group["param_names"] if has_param_names(group) else [f"param{start + i}" for i in range(len(group["params"]))]
 
 
-def is_named(group: ParamGroup) -> bool:
+def has_param_names(group: ParamGroup) -> bool:
     """Return whether the group has a name for each parameter. It may have fewer if the user appended parameters."""
     return "param_names" in group and len(group["param_names"]) == len(group["params"])
 
 
-def check_initialized(owner: str, name: str, p: torch.Tensor) -> None:
+def check_initialized(cls_name: str, name: str, p: torch.Tensor) -> None:
     """Raise for a parameter of a lazy module that has no shape yet."""
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         raise ValueError(
-            f"{owner}: parameter {name!r} is not initialized yet (a lazy module). Run one forward pass before building the optimizer."
+            f"{cls_name}: parameter {name!r} is not initialized yet (a lazy module). Run one forward pass before building the optimizer."
         )
 
 
-def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
+def check_parameter(cls_name: str, name: str, p: torch.Tensor) -> None:
     """Raise for a trained parameter that cannot be updated in place. Frozen parameters are not checked."""
-    check_initialized(owner, name, p)
-    title = f"{owner}: parameter {name!r}"
+    check_initialized(cls_name, name, p)
+    title = f"{cls_name}: parameter {name!r}"
     if p.is_meta or p.layout is not torch.strided:
         what = (
             "is on the meta device and has no memory; materialize the model first"

@@ -10,65 +10,67 @@ import jax
 import numpy as np
 import torch
 
-from bridge._compiler.spec import Field, Signature, buffer_shape
+from bridge._compiler.spec import Signature, StateField, buffer_shape
 from bridge._interop.dlpack import to_torch
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import adoption, jax_buffers
 from torch_api._rules.types import ParamState
 
-from .record import Leaf, Mirrors
+from .record import Mirrors, ParamRecord
 
 # The initial value of a field: one number for all elements, or an array. None for auxiliary state, which has another source.
 InitialValue: TypeAlias = complex | jax.Array | torch.Tensor | None
 
 
-def has_state(fields: Iterable[Field], saved: ParamState) -> bool:
+def has_state(fields: Iterable[StateField], saved: ParamState) -> bool:
     """Return whether saved state is enough to continue from.
 
     A scalar without the arrays is not: a checkpoint may hold one for a frozen parameter.
     """
-    own = [field for field in fields if field.position is not None]
+    own = [field for field in fields if field.state_index is not None]
     moments = [field.name for field in own if field.shape != ()]
     return any(name in saved for name in moments or [field.name for field in own])
 
 
-def is_wider(field: Field, hidden: Mapping[str, float], saved: ParamState) -> bool:
+def keeps_saved_dtype(field: StateField, hidden: Mapping[str, float], saved: ParamState) -> bool:
     """Return whether a saved field keeps its dtype: fields of the parameter's shape do."""
     return field.name in saved and field.shape is None and field.name not in hidden
 
 
-def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: ParamState) -> tuple[Signature, ...]:
+def state_signature(
+    leaf: ParamRecord, fields: Sequence[StateField], hidden: Mapping[str, float], saved: ParamState
+) -> tuple[Signature, ...]:
     """Return shape and dtype of each array of a parameter's state. The state need not exist yet, so that compilation can come first.
 
     Raises:
       ValueError: the saved state does not have the parameter's shape, or lacks a field.
     """
-    if leaf.state is not None:
-        memories = iter(leaf.state)
+    if leaf.state_buffers is not None:
+        memories = iter(leaf.state_buffers)
         arrays = [None if field.shape == () else next(memories).array for field in fields]
         return tuple(((), f.dtype) if x is None else (tuple(x.shape), str(x.dtype)) for f, x in zip(fields, arrays, strict=True))
     given = has_state(fields, saved)
     if given:
-        check_saved(leaf, fields, hidden, saved)
-    wider = lambda field: given and is_wider(field, hidden, saved)  # noqa: E731
+        check_saved_state(leaf, fields, hidden, saved)
+    wider = lambda field: given and keeps_saved_dtype(field, hidden, saved)  # noqa: E731
     return tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
 
 
-def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: ParamState) -> None:
+def check_saved_state(leaf: ParamRecord, fields: Sequence[StateField], hidden: Mapping[str, float], saved: ParamState) -> None:
     """Raise for saved state that lacks a field or does not have the expected shape."""
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
     for field in fields:
-        if field.name not in hidden and field.name not in saved and field.position is not None:
+        if field.name not in hidden and field.name not in saved and field.state_index is not None:
             raise ValueError(f"the state of parameter {leaf.name!r} has no {field.name!r}, only {sorted(saved)}. {remedy}")
         if field.name in hidden or field.name not in saved:
             continue
         shape, expected = tuple(np.shape(saved[field.name])), tuple(leaf.shape if field.shape is None else field.shape)
         if shape != expected and field.shape != ():
-            owner = "the parameter has" if field.shape is None else "expected is"
-            raise ValueError(f"state {field.name!r} of parameter {leaf.name!r} has shape {shape}, but {owner} {expected}. {remedy}")
+            reference = "the parameter has" if field.shape is None else "expected is"
+            raise ValueError(f"state {field.name!r} of parameter {leaf.name!r} has shape {shape}, but {reference} {expected}. {remedy}")
 
 
-class Shown:
+class StateTensors:
     """State by field name: `tensors` are in `optimizer.state`, `views` alias jax-owned buffers. Most fields have one tensor for both.
 
     They differ if the user put a tensor into the state that cannot move: one in shared memory, or a view into a flat buffer.
@@ -78,27 +80,27 @@ class Shown:
         self.tensors: dict[str, torch.Tensor] = {}
         self.views: dict[str, torch.Tensor] = {}
 
-    def add(self, name: str, view: torch.Tensor, given: object = None, moves: bool = True) -> None:
+    def add(self, name: str, view: torch.Tensor, user_tensor: object = None, is_rebindable: bool = True) -> None:
         """Add a field. A `user_tensor` that matches the view is kept in `tensors`, so that its holder sees each update.
 
         If it `is_rebindable`, as `can_rebind` says, its data becomes the view; else it is a mirror.
         """
         self.tensors[name] = self.views[name] = view
-        if not is_like(given, view):
+        if not matches_view(user_tensor, view):
             return
-        self.tensors[name] = given
-        if (given.data_ptr(), given.stride()) != (view.data_ptr(), view.stride()):
-            if not moves:
+        self.tensors[name] = user_tensor
+        if (user_tensor.data_ptr(), user_tensor.stride()) != (view.data_ptr(), view.stride()):
+            if not is_rebindable:
                 return
-            base = given._base
-            given.data = view
+            base = user_tensor._base
+            user_tensor.data = view
             if base is not None and base.numel() == view.numel():  # else the base keeps the old memory alive
                 base.data = view.as_strided((view.numel(),), (1,))
-        self.views[name] = given
+        self.views[name] = user_tensor
 
-    def joined(self, other: Shown, order: Sequence[str] = ()) -> Shown:
+    def merge(self, other: StateTensors, order: Sequence[str] = ()) -> StateTensors:
         """Return the fields of both, those of `order` first."""
-        result = Shown()
+        result = StateTensors()
         tensors, views = self.tensors | other.tensors, self.views | other.views
         for name in dict.fromkeys((*(name for name in order if name in tensors), *tensors)):
             result.tensors[name], result.views[name] = tensors[name], views[name]
@@ -110,38 +112,42 @@ class Shown:
         return [(self.tensors[name], view) for name, view in self.views.items() if self.tensors[name] is not view]
 
 
-_kind = attrgetter("shape", "dtype", "device", "layout")
+_metadata_of = attrgetter("shape", "dtype", "device", "layout")
 
 
-def is_like(given: object, view: torch.Tensor) -> TypeGuard[torch.Tensor]:
+def matches_view(value: object, view: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a plain tensor with the metadata of the view, so that it can be in `optimizer.state` instead."""
-    if not isinstance(given, torch.Tensor) or type(given) not in (torch.Tensor, torch.nn.Parameter) or _kind(given) != _kind(view):
+    if (
+        not isinstance(value, torch.Tensor)
+        or type(value) not in (torch.Tensor, torch.nn.Parameter)
+        or _metadata_of(value) != _metadata_of(view)
+    ):
         return False
-    return not given.requires_grad and not given.is_inference()
+    return not value.requires_grad and not value.is_inference()
 
 
-def may_move(leaf: Leaf, name: str, given: object) -> bool:
+def can_rebind(leaf: ParamRecord, name: str, value: object) -> bool:
     """Return whether a tensor's data may be replaced: it is the only holder of its storage, or the optimizer's own tensor.
 
     Call this before jax copies the tensor: until the copy is done, jax is another holder.
     """
-    known = leaf.scalars.get(name)
-    return isinstance(given, torch.Tensor) and (
-        jax_buffers.located(given)[0] is not None
-        or (known is not None and _place(given) == _place(known))
-        or not adoption.cannot_own(given)
+    known = leaf.scalar_state.get(name)
+    return isinstance(value, torch.Tensor) and (
+        jax_buffers.find_buffer(value)[0] is not None
+        or (known is not None and _location(value) == _location(known))
+        or not adoption.why_not_adoptable(value)
     )
 
 
-def allocate(
-    leaf: Leaf,
-    fields: Sequence[Field],
+def allocate_state(
+    leaf: ParamRecord,
+    fields: Sequence[StateField],
     hidden: Mapping[str, float],
-    fresh: Mapping[str, InitialValue] | None,
+    initial_values: Mapping[str, InitialValue] | None,
     saved: ParamState,
-    taken: set[jax_buffers.Memory],
-    begin: Callable[[Leaf, Field], torch.Tensor],
-) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
+    buffers_in_use: set[jax_buffers.JaxBuffer],
+    initial_aux_value: Callable[[ParamRecord, StateField], torch.Tensor],
+) -> tuple[tuple[jax_buffers.JaxBuffer, ...], StateTensors]:
     """Allocate buffers for fields of state.
 
     Args:
@@ -153,40 +159,44 @@ def allocate(
     Returns:
       The buffers, and tensors over them, which have the parameter's shape and strides if the field has its shape.
     """
-    memories, shown = [], Shown()
+    memories, shown = [], StateTensors()
     for field in fields:
-        like = leaf.local.detach() if field.shape is None else None
+        like = leaf.local_tensor.detach() if field.shape is None else None
         given, moves = None, False
-        if fresh is not None and field.name in fresh:
-            memory = jax_buffers.register(cast(jax.Array, fresh[field.name]))
+        if initial_values is not None and field.name in initial_values:
+            memory = jax_buffers.register(cast(jax.Array, initial_values[field.name]))
         elif field.name in hidden:
-            memory = adoption.own(torch.full((), hidden[field.name], device=leaf.device))
+            memory = adoption.copy_to_buffer(torch.full((), hidden[field.name], device=leaf.device))
         else:
             given = saved.get(field.name)  # None: `tensor` may be the parameter itself, whose buffer another optimizer may own
-            moves = may_move(leaf, field.name, given)
-            tensor = torch.as_tensor(begin(leaf, field) if given is None else given, device=leaf.device)
+            moves = can_rebind(leaf, field.name, given)
+            tensor = torch.as_tensor(initial_aux_value(leaf, field) if given is None else given, device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
-            memory = jax_buffers.memory_of(tensor) if given is not None and (like is None or tensor.stride() == leaf.strides) else None
-            given = None if memory in taken else given  # it belongs to another parameter
-            if memory is None or memory in taken:
-                memory = adoption.own(tensor, like=like)
-        taken.add(memory)
+            memory = (
+                jax_buffers.find_unshared_buffer(tensor)
+                if given is not None and (like is None or tensor.stride() == leaf.strides)
+                else None
+            )
+            given = None if memory in buffers_in_use else given  # it belongs to another parameter
+            if memory is None or memory in buffers_in_use:
+                memory = adoption.copy_to_buffer(tensor, like=like)
+        buffers_in_use.add(memory)
         memories.append(memory)
         if field.name not in hidden:
-            view = memory.tensor(leaf.device, like)
-            view = view if like is None or leaf.layout is None else leaf.layout.distributed(view)
-            shown.add(field.name, view.view(field.shape) if field.shape else view, given if leaf.layout is None else None, moves)
+            view = memory.alias_tensor(leaf.device, like)
+            view = view if like is None or leaf.dtensor_layout is None else leaf.dtensor_layout.to_dtensor(view)
+            shown.add(field.name, view.view(field.shape) if field.shape else view, given if leaf.dtensor_layout is None else None, moves)
     return tuple(memories), shown
 
 
-def scalars(
-    leaf: Leaf,
-    fields: Iterable[Field],
+def allocate_scalars(
+    leaf: ParamRecord,
+    fields: Iterable[StateField],
     hidden: Mapping[str, float],
-    fresh: Mapping[str, InitialValue] | None,
+    initial_values: Mapping[str, InitialValue] | None,
     saved: ParamState,
-    taken: Mapping[int, Leaf],
-) -> tuple[dict[str, torch.Tensor], Shown]:
+    scalar_owners: Mapping[int, ParamRecord],
+) -> tuple[dict[str, torch.Tensor], StateTensors]:
     """Return the tensors of 0-d fields by name, for a parameter outside buckets, and the tensors for `optimizer.state`.
 
     A saved tensor that is already the parameter's own stays in use. A tensor of the user that cannot move is used itself.
@@ -195,29 +205,31 @@ def scalars(
       initial_values: numbers or arrays by field name; None if the state was saved.
       scalar_owners: the record that owns the scalar at an address.
     """
-    found, shown = {}, Shown()
+    tensors, shown = {}, StateTensors()
     for field in fields:
         dtype = getattr(torch, field.dtype)
-        value = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
+        value = (
+            initial_values[field.name] if initial_values is not None else hidden[field.name] if field.name in hidden else saved[field.name]
+        )
         value = to_torch(value) if isinstance(value, jax.Array) else value
-        known, spare = leaf.scalars.get(field.name), leaf.spare.pop(field.name, None)
-        new = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
-        given = value if fresh is None and is_like(value, new) and taken.get(value.data_ptr(), leaf) is leaf else None
-        if given is not None and known is not None and _place(given) == _place(known):
+        known, reserved = leaf.scalar_state.get(field.name), leaf.reserved_scalars.pop(field.name, None)
+        new = torch.zeros((), dtype=dtype, device=leaf.device) if reserved is None else reserved
+        given = value if initial_values is None and matches_view(value, new) and scalar_owners.get(value.data_ptr(), leaf) is leaf else None
+        if given is not None and known is not None and _location(given) == _location(known):
             new = known
-        elif given is not None and not may_move(leaf, field.name, given) and not given.data_ptr() % given.itemsize:
+        elif given is not None and not can_rebind(leaf, field.name, given) and not given.data_ptr() % given.itemsize:
             new = given
         else:
             new.copy_(torch.as_tensor(value).detach().reshape(()))
             if given is not None:
                 given.data = new
-        found[field.name] = new
+        tensors[field.name] = new
         if field.name not in hidden:
             shown.add(field.name, new.detach(), given)
-    return found, shown
+    return tensors, shown
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+def _location(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
     return tensor.data_ptr(), tensor.dtype, tensor.device
 
 
@@ -226,8 +238,8 @@ def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarr
     return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
 
 
-def param_array(leaf: Leaf) -> jax.Array:
+def param_array(leaf: ParamRecord) -> jax.Array:
     """Return the array of the parameter's buffer, or a copy of the parameter in a bucket or in torch memory."""
-    if leaf.memory is not None and leaf.slot is None:
-        return jax_buffers.readable(leaf.memory)
-    return adoption.own(leaf.local, like=leaf.local).array
+    if leaf.jax_buffer is not None and leaf.bucket_row is None:
+        return jax_buffers.readable_array(leaf.jax_buffer)
+    return adoption.copy_to_buffer(leaf.local_tensor, like=leaf.local_tensor).array

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-from bridge._names import near, without_wrappers
+from bridge._names import did_you_mean, without_wrappers
 from torch_api._rules.types import MutableParamGroup, ParamGroup, ParamState, StateDict
 
-from .param_groups import TRAINABLE_PARAMS, put_back_lr_scale
-from .record import Leaf
+from .param_groups import TRAINABLE_PARAMS, restore_lr_scale
+from .record import ParamRecord
 
 
-def checked(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], list[MutableParamGroup]]:
+def copy_and_check(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], list[MutableParamGroup]]:
     """Return copies of `state` and `param_groups`.
 
     Raises:
@@ -42,8 +42,8 @@ def checked(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], list[Mut
     return dict(state), [dict(group) for group in groups]
 
 
-def aligned(
-    own: Sequence[ParamGroup], saved: list[MutableParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
+def align_groups(
+    own: Sequence[ParamGroup], saved: list[MutableParamGroup], leaves: Sequence[ParamRecord], trained: Collection[int]
 ) -> list[MutableParamGroup]:
     """Return the saved groups in the order of the optimizer's groups, with `params` in the order of its parameters.
 
@@ -54,11 +54,11 @@ def aligned(
       trained: the ids of the trained records. The others may be missing in `saved`; then they have no state.
     """
     if _is_named(own) and _is_named(saved):
-        saved = _renamed(own, saved)
-        saved = _with_frozen(own, saved, leaves, trained) or _in_order(own, saved)
+        saved = _rename_params(own, saved)
+        saved = _add_frozen_by_name(own, saved, leaves, trained) or _order_groups(own, saved)
     else:
-        saved = _in_order(own, saved)
-        saved = _with_frozen_by_position(own, saved, leaves, trained) or saved
+        saved = _order_groups(own, saved)
+        saved = _add_frozen_by_position(own, saved, leaves, trained) or saved
     if len(own) != len(saved):
         raise ValueError(
             f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}."
@@ -67,7 +67,7 @@ def aligned(
         index = _by_name(saved, "params")
         names = _names(own)
         if len(set(names)) == len(names) and len(index) == sum(len(group["params"]) for group in saved):
-            _same_names(names, index)
+            _check_same_names(names, index)
             columns = {"params": index}
             said = [group for group in saved if TRAINABLE_PARAMS in group]
             if said:  # groups that were added later may not have the key
@@ -104,15 +104,15 @@ def _by_name(groups: Sequence[ParamGroup], key: str) -> dict[str, object]:
 
 
 # Functions that may make the names of the two sides equal. The first that does most is used.
-_FORMS: tuple[Callable[[Sequence[str]], list[str]], ...] = (list, without_wrappers)
+_NAME_FORMS: tuple[Callable[[Sequence[str]], list[str]], ...] = (list, without_wrappers)
 
 
-def _renamed(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
+def _rename_params(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
     """Return the saved groups with the optimizer's names for parameters whose names differ only by wrappers (torch.compile, DDP)."""
     mine, theirs = _names(own), _names(saved)
     names, most = theirs, 0
-    for of_mine in _FORMS:
-        for of_theirs in _FORMS:
+    for of_mine in _NAME_FORMS:
+        for of_theirs in _NAME_FORMS:
             known, seen = dict(zip(of_mine(mine), mine, strict=True)), of_theirs(theirs)
             count = len(known.keys() & set(seen)) if len(known) == len(mine) and len(set(seen)) == len(seen) else 0
             if count > most:
@@ -121,12 +121,12 @@ def _renamed(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[
     return [group | {"param_names": [next(rest) for _ in group["params"]]} for group in saved]
 
 
-def _same_names(own: list[str], saved: Collection[str]) -> None:
+def _check_same_names(own: list[str], saved: Collection[str]) -> None:
     known = set(own)
     missing = [name for name in own if name not in saved]
     extra = [name for name in saved if name not in known]
     if missing:
-        hint = near(missing[0], saved)
+        hint = did_you_mean(missing[0], saved)
         raise ValueError(f"load_state_dict: the loaded state dict has no parameter {missing[0]!r} ({len(missing)} are missing). {hint}")
     if extra:
         raise ValueError(
@@ -134,7 +134,7 @@ def _same_names(own: list[str], saved: Collection[str]) -> None:
         )
 
 
-def _in_order(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
+def _order_groups(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
     """Return the saved groups in the optimizer's order, if both sides have the same sets of names, or else the same labels."""
     for key in (lambda group: sorted(group.get("param_names", ())), lambda group: repr(group.get("label"))):
         mine, theirs = list(map(key, own)), list(map(key, saved))
@@ -147,8 +147,8 @@ def _in_order(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list
 # ------------------------------------------------------------------ frozen parameters that were not saved
 
 
-def _with_frozen(
-    own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
+def _add_frozen_by_name(
+    own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[ParamRecord], trained: Collection[int]
 ) -> list[MutableParamGroup] | None:
     """Return the saved groups with the frozen parameters that they lack.
 
@@ -169,12 +169,12 @@ def _with_frozen(
         used += homes
         known = next(iter(homes.values()), None)
         place = {} if known is None else {name: i for i, name in enumerate(known["param_names"])}
-        found.append(_completed(group, known, members, [place.get(name) for name in group["param_names"]]))
+        found.append(_complete_group(group, known, members, [place.get(name) for name in group["param_names"]]))
     return found if len(set(used)) == len(used) else None
 
 
-def _with_frozen_by_position(
-    own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
+def _add_frozen_by_position(
+    own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[ParamRecord], trained: Collection[int]
 ) -> list[MutableParamGroup] | None:
     """As `_add_frozen_by_name`, if a side has no names. The saved parameters must be the trained ones, in their order."""
     rest = iter(leaves)
@@ -196,11 +196,13 @@ def _with_frozen_by_position(
         if home is not None and sum(present) != len(home["params"]):
             return None
         count = iter(range(len(mine)))
-        found.append(_completed(group, home, mine, [next(count) if is_present else None for is_present in present]))
+        found.append(_complete_group(group, home, mine, [next(count) if is_present else None for is_present in present]))
     return found
 
 
-def _completed(own: ParamGroup, saved: ParamGroup | None, members: Sequence[Leaf], places: Sequence[int | None]) -> MutableParamGroup:
+def _complete_group(
+    own: ParamGroup, saved: ParamGroup | None, members: Sequence[ParamRecord], places: Sequence[int | None]
+) -> MutableParamGroup:
     """Return a saved group with all parameters of the optimizer's group.
 
     Args:
@@ -211,7 +213,7 @@ def _completed(own: ParamGroup, saved: ParamGroup | None, members: Sequence[Leaf
     """
     if saved is None:
         group = dict(own)
-        put_back_lr_scale(group)
+        restore_lr_scale(group)
     else:
         group = dict(saved)
     pairs = list(zip(members, places, strict=True))

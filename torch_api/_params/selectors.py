@@ -31,36 +31,42 @@ class Selectors:
     group is added to the unpickled optimizer.
     """
 
-    def __init__(self, owner: str, specs: Mapping[str, Selector]) -> None:
-        refuse_decay_mask(owner, specs.get("mask"))
-        self._owner, self._specs = owner, {name: selectors.snapshot(spec) for name, spec in specs.items()}
+    def __init__(self, cls_name: str, specs: Mapping[str, Selector]) -> None:
+        refuse_decay_mask(cls_name, specs.get("mask"))
+        self._owner, self._specs = cls_name, {name: selectors.snapshot_selector(spec) for name, spec in specs.items()}
 
     def __getitem__(self, name: str) -> Selector:
         return self._specs[name]
 
-    def column(self, name: selectors.Kind, leaves: selectors.Leaves) -> list[selectors.Decision]:
+    def resolve(self, name: selectors.SelectorKind, leaves: selectors.NamedLeaves) -> list[selectors.Decision]:
         """Return the decision of one selector about each parameter that has none yet."""
-        return self.resolved(name, leaves, selectors.column)
+        return self.resolve_with(name, leaves, selectors.resolve_selector)
 
-    def resolved(
-        self, name: selectors.Kind, leaves: selectors.Leaves, resolve: Callable[[Selector, selectors.Leaves, selectors.Kind], _Result]
+    def resolve_with(
+        self,
+        name: selectors.SelectorKind,
+        leaves: selectors.NamedLeaves,
+        resolve: Callable[[Selector, selectors.NamedLeaves, selectors.SelectorKind], _Result],
     ) -> _Result:
         """Return `resolve(spec, leaves, name)` for one selector, with an explanation in its errors."""
         spec = self._specs[name]
         if isinstance(spec, _Lost):
             raise ValueError(
                 f"{self._owner}: {name} of the constructor is {spec.description}, which was not pickled with the optimizer, so nothing "
-                f"decides about parameters that are added now.{_remedy(name)} Or construct an optimizer of all parameters, and load the "
+                f"decides about parameters that are added now.{_remedy_text(name)} Or construct an optimizer of all parameters, and "
+                "load the "
                 "state_dict into it."
             )
         try:
             return resolve(spec, leaves, name)
         except (ValueError, TypeError) as error:
-            if leaves.resolved:
-                error.add_note(f"{self._owner}: {name} of the constructor also decides about parameters that are added.{_remedy(name)}")
+            if leaves.resolved_count:
+                error.add_note(
+                    f"{self._owner}: {name} of the constructor also decides about parameters that are added.{_remedy_text(name)}"
+                )
             raise
 
-    def refuse_nameless(self, name: str, group: int) -> None:
+    def check_nameless_param(self, name: str, group: int) -> None:
         """Raise for a parameter without a name if a selector decides by name."""
         given = [key for key, spec in self._specs.items() if key != "labels" and selectors.reads_names(spec)]
         if given:
@@ -79,7 +85,7 @@ class Selectors:
         return {"_owner": self._owner, "_specs": specs}
 
 
-def _remedy(name: str) -> str:
+def _remedy_text(name: str) -> str:
     remedies = {"mask": " Give the group a `mask` of its own, or `trainable=True`.", "labels": " Give the group its `label`."}
     return remedies.get(name, "")
 

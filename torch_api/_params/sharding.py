@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Results are copied into local tensors: a local tensor is a view of the padded buffer from which FSDP gathers.
-WHY_COPY = "the local tensor of a DTensor, which FSDP may read"
+COPY_REASON = "the local tensor of a DTensor, which FSDP may read"
 
 
-def layout_of(tensor: torch.Tensor) -> Layout | None:
+def dtensor_layout_of(tensor: torch.Tensor) -> DTensorLayout | None:
     """Return the layout of a DTensor; None for any other tensor."""
-    return None if type(tensor) in _PLAIN or not _is_distributed(tensor) else Layout(tensor)
+    return None if type(tensor) in _PLAIN or not _is_distributed(tensor) else DTensorLayout(tensor)
 
 
 def _is_distributed(tensor: object) -> TypeGuard[DTensor]:
@@ -31,7 +31,7 @@ def _is_distributed(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-class Layout:
+class DTensorLayout:
     """Mesh, placements, global shape and stride of a DTensor parameter. Its gradient and its state have the same."""
 
     __slots__ = ("mesh", "placements", "shape", "stride")
@@ -41,11 +41,11 @@ class Layout:
         self.shape, self.stride = tensor.shape, tensor.stride()
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether no process holds the whole parameter."""
         return any(not placement.is_replicate() and self.mesh.size(dim) > 1 for dim, placement in enumerate(self.placements))
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a DTensor. One with other placements is redistributed first, by a collective of all processes."""
         sharded = cast("DTensor", tensor)  # the class is not imported here
         with torch.no_grad():
@@ -55,35 +55,35 @@ class Layout:
             wait = getattr(local, "wait", None)
             return local if wait is None else wait()  # an AsyncCollectiveTensor
 
-    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a gradient; a plain tensor, which `backward` does not produce, as it is."""
-        return self.local(grad) if _is_distributed(grad) else grad
+        return self.to_local(grad) if _is_distributed(grad) else grad
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_slice(self, full_tensor: torch.Tensor) -> torch.Tensor:
         """Return the slice of a full tensor that corresponds to the parameter's local tensor. Each process has the full tensor."""
         module = sys.modules["torch.distributed.tensor"]
         everywhere = [module.Replicate()] * self.mesh.ndim
-        return self.local(module.DTensor.from_local(whole, self.mesh, everywhere, run_check=False))  # no communication
+        return self.to_local(module.DTensor.from_local(full_tensor, self.mesh, everywhere, run_check=False))  # no communication
 
-    def distributed(self, local: torch.Tensor) -> DTensor:
+    def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor with the layout of the parameter. It aliases the local tensor."""
         made = sys.modules["torch.distributed.tensor"].DTensor
         return made.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
-    def held(self, state: ParamState) -> MutableParamState:
+    def local_state(self, state: ParamState) -> MutableParamState:
         """Return the state of the parameter with local tensors in place of DTensors."""
-        return {key: self.local(value) if _is_distributed(value) else value for key, value in state.items()}
+        return {key: self.to_local(value) if _is_distributed(value) else value for key, value in state.items()}
 
 
-def laid(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def redistribute_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the parameter's global shape as a DTensor with the parameter's layout; any other tensor as it is."""
-    layout = layout_of(param)
+    layout = dtensor_layout_of(param)
     if layout is None or _is_distributed(value) or value.shape != param.shape:
         return value
-    return layout.distributed(layout.cut(value)) if value.is_floating_point() or value.is_complex() else value  # not a rounding key
+    return layout.to_dtensor(layout.local_slice(value)) if value.is_floating_point() or value.is_complex() else value  # not a rounding key
 
 
-def described(param: torch.Tensor, name: str) -> str:
+def describe_sharding(param: torch.Tensor, name: str) -> str:
     """Describe a sharded parameter for an error text."""
     placements = cast("DTensor", param).placements
     return f"parameter {name!r} of shape {tuple(param.shape)} is sharded over processes as {tuple(placements)}"

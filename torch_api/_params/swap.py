@@ -13,29 +13,29 @@ from bridge._runtime.transaction import Transaction
 EVALUATION = "eval"  # `ParameterSwap.swapped_by` between `eval()` and `train()` of a schedule-free optimizer
 
 
-class Exchange:
+class ParameterSwap:
     """Whether the parameters of an optimizer hold other values than the trained ones.
 
     swapped_by: the name of the context manager or call that swapped them; "" if none did.
     """
 
     def __init__(self) -> None:
-        self.inside = ""
+        self.swapped_by = ""
 
-    def refuse(self, what: str) -> None:
+    def raise_swapped_error(self, what: str) -> None:
         """Raise an error for a call that needs the trained values.
 
         Args:
           what: the call.
         """
-        if self.inside == EVALUATION:
+        if self.swapped_by == EVALUATION:
             raise RuntimeError(f"{what}: since eval() the parameters hold other values than the trained ones. Call train() first.")
-        raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than the trained ones. Leave it first.")
+        raise RuntimeError(f"{what}: inside {self.swapped_by}() the parameters hold other values than the trained ones. Leave it first.")
 
     @contextmanager
-    def hold(
+    def swap_in(
         self,
-        owner: str,
+        cls_name: str,
         name: str,
         values: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]],
         transaction: Callable[[], Transaction],
@@ -50,33 +50,33 @@ class Exchange:
           values: gives the parameters and their values.
           transaction: opens a transaction of the optimizer.
         """
-        held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        saved: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         try:
             try:
                 with transaction():
-                    if self.inside:
-                        self.refuse(f"{owner}.{name}")
+                    if self.swapped_by:
+                        self.raise_swapped_error(f"{cls_name}.{name}")
                     pairs = values()
                     params = [p for p, _ in pairs]
                     before = [p.detach().clone(memory_format=torch.preserve_format) for p in params]
-                    held.append((params, before))
-                    self.inside = name
-                    write(params, [value for _, value in pairs])
+                    saved.append((params, before))
+                    self.swapped_by = name
+                    write_values(params, [value for _, value in pairs])
                 yield
             finally:
-                self._give_back(held, transaction)
+                self._restore(saved, transaction)
         finally:  # again: a signal may have interrupted the first call before its transaction
-            self._give_back(held, transaction)
+            self._restore(saved, transaction)
 
-    def _give_back(self, held: list[tuple[list[torch.Tensor], list[torch.Tensor]]], transaction: Callable[[], Transaction]) -> None:
-        if held:
+    def _restore(self, saved: list[tuple[list[torch.Tensor], list[torch.Tensor]]], transaction: Callable[[], Transaction]) -> None:
+        if saved:
             with transaction():
-                write(*held[0])  # the parameters may have other memory by now
-                self.inside = ""
-                held.clear()
+                write_values(*saved[0])  # the parameters may have other memory by now
+                self.swapped_by = ""
+                saved.clear()
 
 
-def write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def write_values(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Write a value into each parameter, rounded to its dtype."""
     into = [p.detach() for p in params]
     if into and all(type(p) is torch.Tensor for p in into):

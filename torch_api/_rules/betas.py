@@ -15,7 +15,7 @@ BETAS = "betas"
 _FAMILIES = ("b1", "b2", "b3"), ("beta1", "beta2", "beta3"), ("beta",)
 
 
-def named_by(hyperparams: Hyperparams, extended: bool = False) -> tuple[str, ...]:
+def hyperparams_of_betas(hyperparams: Hyperparams, include_momentum: bool = False) -> tuple[str, ...]:
     """Return the hyperparameters that `betas` stands for, in order; none if the transformation has `betas` or `momentum` itself.
 
     Args:
@@ -25,36 +25,36 @@ def named_by(hyperparams: Hyperparams, extended: bool = False) -> tuple[str, ...
     if BETAS in hyperparams:
         return ()
     if "momentum" in hyperparams:
-        return ("momentum",) if extended else ()
+        return ("momentum",) if include_momentum else ()
     for family in _FAMILIES:
         if family[0] in hyperparams:
             return tuple(name for name in family if name in hyperparams)
     return ()
 
 
-def spread(owner: str, given: Hyperparams, names: tuple[str, ...]) -> MutableParamGroup:
+def expand_betas(cls_name: str, values: Hyperparams, names: tuple[str, ...]) -> MutableParamGroup:
     """Return arguments or a group with `betas` replaced by the hyperparameters that it stands for.
 
     Raises:
       ValueError: `betas` has the wrong length.
       TypeError: `betas` and one of the hyperparameters are both given.
     """
-    if BETAS not in given or not names:
-        return dict(given)
+    if BETAS not in values or not names:
+        return dict(values)
     for name in names:
-        if name in given:
-            raise TypeError(f"{owner}: both betas and {name} are given; expected one of them.")
-    rest = {key: value for key, value in given.items() if key != BETAS}
-    return rest | _each(owner, given[BETAS], names)
+        if name in values:
+            raise TypeError(f"{cls_name}: both betas and {name} are given; expected one of them.")
+    rest = {key: value for key, value in values.items() if key != BETAS}
+    return rest | _values_by_name(cls_name, values[BETAS], names)
 
 
-def _each(owner: str, betas: object, names: tuple[str, ...]) -> dict[str, object]:
+def _values_by_name(cls_name: str, betas: object, names: tuple[str, ...]) -> dict[str, object]:
     if not is_sequence(betas) or len(betas) != len(names):
-        raise ValueError(f"{owner}: betas is {betas!r}; expected {len(names)} numbers, for {', '.join(names)}.")
+        raise ValueError(f"{cls_name}: betas is {betas!r}; expected {len(names)} numbers, for {', '.join(names)}.")
     return dict(zip(names, betas, strict=True))
 
 
-class Group(dict[str, Any]):
+class BetasGroup(dict[str, Any]):
     """A param group, or the defaults, in which `betas` is an alias of b1 and b2. It reads and writes them, and is not stored itself.
 
     With no names, `betas` reads (0.0, 0.0) and writes to it are ignored: a group of parameters that no transformation trains.
@@ -84,7 +84,7 @@ class Group(dict[str, Any]):
         if key != BETAS:
             super().__setitem__(key, value)
         elif self._names:  # else no transformation trains the group
-            super().update(_each("param group", value, self._names))
+            super().update(_values_by_name("param group", value, self._names))
             super().pop(BETAS, None)  # an entry that `dict.update` wrote
 
     def update(self, *others: Any, **values: object) -> None:
@@ -100,11 +100,11 @@ class Group(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def take_betas(group: MutableParamGroup, names: tuple[str, ...]) -> None:
+def expand_betas_entry(group: MutableParamGroup, names: tuple[str, ...]) -> None:
     """Remove a stored `betas` entry from a group, and write it to the hyperparameters that it stands for.
 
     A group has such an entry if it is a plain dict, saved or added by the user, or if `dict.update` wrote to it.
     """
     if names and dict.__contains__(group, BETAS):
-        group.update(_each("param group", group[BETAS], names))
+        group.update(_values_by_name("param group", group[BETAS], names))
         del group[BETAS]

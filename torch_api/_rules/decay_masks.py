@@ -14,19 +14,19 @@ _DECAY_FUNCTIONS: set[object] = set()
 _DECAY_MASKS: deque[dict[str, bool]] = deque(maxlen=64)
 
 
-def known_decay_mask(mask: dict[str, bool]) -> dict[str, bool]:
+def mark_decay_mask(mask: dict[str, bool]) -> dict[str, bool]:
     """Mark a dict that is made for `decay_mask`, and return it."""
     _DECAY_MASKS.append(mask)
     return mask
 
 
-def for_decay(function: _Function) -> _Function:
+def mark_decay_function(function: _Function) -> _Function:
     """Mark a selector function that is made for `decay_mask`, and return it. A decorator."""
     _DECAY_FUNCTIONS.add(function)
     return function
 
 
-def refuse_decay_mask(owner: str, mask: Selector) -> None:
+def refuse_decay_mask(cls_name: str, mask: Selector) -> None:
     """Raise for a `mask` that is made for `decay_mask`: it selects the parameters that decay, and would freeze all others."""
     function = getattr(mask, "func", mask)  # of a functools.partial
     if isinstance(mask, Mapping):
@@ -35,7 +35,7 @@ def refuse_decay_mask(owner: str, mask: Selector) -> None:
         given = function.__name__ if callable(function) and _is_hashable(function) and function in _DECAY_FUNCTIONS else None
     if given is not None:
         raise ValueError(
-            f"{owner}: mask is {given}, which says which parameters decay; as mask it would freeze all others. "
+            f"{cls_name}: mask is {given}, which says which parameters decay; as mask it would freeze all others. "
             "Expected decay_mask=... for it. (optax's argument `mask` of adamw and others is decay_mask here; mask says what is trained.)"
         )
 

@@ -14,20 +14,20 @@ import numpy as np
 import optax
 import torch
 
-from bridge._compiler.spec import Same
+from bridge._compiler.spec import ById
 from bridge._flax_optim.optimizer import OptimizerDef
-from bridge._ir.jaxpr import inlined, numbers_of
+from bridge._ir.jaxpr import inline_calls, uniform_values
 from bridge._ir.types import Atom, ClosedJaxpr, Literal, PyTree
-from bridge._names import near_and_all
+from bridge._names import did_you_mean_or_list
 from bridge._process import default_promotion
-from bridge._transforms.lookahead import unpaired
+from bridge._transforms.lookahead import over_plain_params
 
 from . import betas
-from .optimizer_spec import Rule
+from .optimizer_spec import OptimizerSpec
 from .types import Hyperparams, MutableParamGroup
 from .validators import as_tuple, is_number, is_sequence
 
-_FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even if the user gives an integer
+_FLOAT_HYPERPARAMS = ("learning_rate", "lr", "weight_decay")  # traced even if the user gives an integer
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class _Factory:
       slow ones.
     """
 
-    tx: Same
-    fixed: tuple[tuple[str, Same], ...] = ()
-    renames: bool = False
-    paired: bool = False
+    tx: ById
+    fixed: tuple[tuple[str, ById], ...] = ()
+    renames_lr: bool = False
+    is_lookahead: bool = False
 
     def __call__(self, **hyperparams: object) -> optax.GradientTransformation:
-        transformation = self._made(hyperparams)
-        return unpaired(transformation) if self.paired else transformation
+        transformation = self._transformation(hyperparams)
+        return over_plain_params(transformation) if self.is_lookahead else transformation
 
-    def _made(self, hyperparams: dict[str, object]) -> Any:
+    def _transformation(self, hyperparams: dict[str, object]) -> Any:
         tx = self.tx.value
-        if not hyperparams and not self.fixed and _is_ready(tx):
+        if not hyperparams and not self.fixed and _is_transformation(tx):
             return tx
-        if self.renames and "lr" in hyperparams:
+        if self.renames_lr and "lr" in hyperparams:
             hyperparams["learning_rate"] = hyperparams.pop("lr")
         if isinstance(tx, OptimizerDef):
             return tx.with_hyper_params(**hyperparams)
         return tx(**{name: same.value for name, same in self.fixed}, **hyperparams)
 
 
-def as_rule(owner: str, tx: object, hyperparams: Hyperparams) -> tuple[Rule, MutableParamGroup]:
+def as_optimizer_spec(cls_name: str, tx: object, hyperparams: Hyperparams) -> tuple[OptimizerSpec, MutableParamGroup]:
     """Return the `OptimizerSpec` of a transformation and the initial hyperparameters of its param groups.
 
     Args:
@@ -72,21 +72,21 @@ def as_rule(owner: str, tx: object, hyperparams: Hyperparams) -> tuple[Rule, Mut
     Raises:
       TypeError: tx is of another kind, or an argument is unknown or missing.
     """
-    if isinstance(tx, Rule):
+    if isinstance(tx, OptimizerSpec):
         return tx, {**tx.hyperparams, **hyperparams}
     if isinstance(tx, OptimizerDef):
-        return _of_definition(owner, tx, hyperparams)
-    if _is_ready(tx):
-        _check_names(owner, hyperparams, {"lr"}, "a ready transformation has its hyperparams inside; `lr` multiplies its update")
-        return _rule(_Factory(Same(tx)), {}, frozenset(), ready=True), {"lr": 1.0, **hyperparams}
+        return _spec_of_definition(cls_name, tx, hyperparams)
+    if _is_transformation(tx):
+        _check_names(cls_name, hyperparams, {"lr"}, "a ready transformation has its hyperparams inside; `lr` multiplies its update")
+        return _make_spec(_Factory(ById(tx)), {}, frozenset(), is_instance=True), {"lr": 1.0, **hyperparams}
     if callable(tx):
-        return _of_function(owner, tx, hyperparams)
+        return _spec_of_function(cls_name, tx, hyperparams)
     raise TypeError(
-        f"{owner}: tx is {tx!r}; expected an optax transformation, a function that makes one (optax.adamw), or an OptimizerDef."
+        f"{cls_name}: tx is {tx!r}; expected an optax transformation, a function that makes one (optax.adamw), or an OptimizerDef."
     )
 
 
-def _wants_pairs(transformation: optax.GradientTransformation) -> bool:
+def _is_lookahead(transformation: optax.GradientTransformation) -> bool:
     """Return whether the transformation is an `optax.lookahead`: its update reads `params.fast`."""
 
     def update(params: PyTree) -> PyTree:
@@ -102,63 +102,72 @@ def _wants_pairs(transformation: optax.GradientTransformation) -> bool:
     return False
 
 
-def _is_ready(tx: object) -> bool:
+def _is_transformation(tx: object) -> bool:
     return not isinstance(tx, type) and callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
 
 
-def _of_definition(owner: str, tx: OptimizerDef, given: Hyperparams) -> tuple[Rule, MutableParamGroup]:
+def _spec_of_definition(cls_name: str, tx: OptimizerDef, given: Hyperparams) -> tuple[OptimizerSpec, MutableParamGroup]:
     values = {_group_name(name): value for name, value in tx.hyper_param_values().items()}
-    given = betas.spread(owner, given, betas.named_by(values))
-    given = {_group_name(name): _as_plain(value, values.get(_group_name(name))) for name, value in given.items()}
-    _check_names(owner, given, values.keys() | {"lr"}, f"the hyper_params of {type(tx).__name__}")
-    plain = {name: value for name, value in (values | given).items() if _is_plain(value)}
-    traceable = frozenset(name for name, value in plain.items() if _is_float(value) or (name in _FLOATS and is_number(value)))
+    given = betas.expand_betas(cls_name, given, betas.hyperparams_of_betas(values))
+    given = {_group_name(name): _to_python_value(value, values.get(_group_name(name))) for name, value in given.items()}
+    _check_names(cls_name, given, values.keys() | {"lr"}, f"the hyper_params of {type(tx).__name__}")
+    plain = {name: value for name, value in (values | given).items() if _fits_param_group(value)}
+    traceable = frozenset(name for name, value in plain.items() if _is_float(value) or (name in _FLOAT_HYPERPARAMS and is_number(value)))
     own = {name: plain[name] for name in plain if name in values}
-    return _rule(_Factory(Same(tx), renames="learning_rate" in tx.hyper_param_values()), own, traceable), {"lr": 1.0} | plain
+    return _make_spec(_Factory(ById(tx), renames_lr="learning_rate" in tx.hyper_param_values()), own, traceable), {"lr": 1.0} | plain
 
 
-def _of_function(owner: str, function: Callable[..., object], given: Hyperparams) -> tuple[Rule, MutableParamGroup]:
+def _spec_of_function(cls_name: str, function: Callable[..., object], given: Hyperparams) -> tuple[OptimizerSpec, MutableParamGroup]:
     parameters = inspect.signature(function).parameters
     title = getattr(function, "__name__", type(function).__name__)
-    given = {name: _as_plain(value, getattr(parameters.get(name), "default", None)) for name, value in given.items()}
-    given = betas.spread(owner, given, betas.named_by(parameters))
+    given = {name: _to_python_value(value, getattr(parameters.get(name), "default", None)) for name, value in given.items()}
+    given = betas.expand_betas(cls_name, given, betas.hyperparams_of_betas(parameters))
     if "learning_rate" in parameters and "lr" in given:
         if "learning_rate" in given:
-            raise TypeError(f"{owner}: both lr and learning_rate are given; expected one of them.")
+            raise TypeError(f"{cls_name}: both lr and learning_rate are given; expected one of them.")
         given["learning_rate"] = given.pop("lr")
     multiplier = {"lr": given.pop("lr")} if "lr" in given and "lr" not in parameters else {}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _check_names(owner, given, parameters.keys() | {"lr"}, f"the arguments of {title}")
+        _check_names(cls_name, given, parameters.keys() | {"lr"}, f"the arguments of {title}")
     named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
-        raise TypeError(f"{owner}: {title} needs {', '.join(map(repr, missing))}; give {'it' if len(missing) == 1 else 'them'} by keyword.")
+        raise TypeError(
+            f"{cls_name}: {title} needs {', '.join(map(repr, missing))}; give {'it' if len(missing) == 1 else 'them'} by keyword."
+        )
     values = {name: p.default for name, p in named.items()} | given
-    plain = {n: v for n, v in values.items() if _is_plain(v) and (v is not None or n in given or _takes_number(named.get(n)))}
-    fixed = tuple((name, Same(value)) for name, value in given.items() if name not in plain)
-    meant_float = lambda name: name in _FLOATS or _defaults_to_float(named.get(name))  # noqa: E731
+    plain = {n: v for n, v in values.items() if _fits_param_group(v) and (v is not None or n in given or _takes_number(named.get(n)))}
+    fixed = tuple((name, ById(value)) for name, value in given.items() if name not in plain)
+    meant_float = lambda name: name in _FLOAT_HYPERPARAMS or _defaults_to_float(named.get(name))  # noqa: E731
     numeric = lambda value: is_number(value) or _is_tuple(value)  # noqa: E731
     traceable = frozenset(_group_name(n) for n, v in plain.items() if _is_float(v) or (numeric(v) and meant_float(n)))
     own = {_group_name(name): value for name, value in plain.items()}
-    return _rule(_Factory(Same(function), fixed, renames="learning_rate" in values), own, traceable), {"lr": 1.0} | own | multiplier
+    return _make_spec(_Factory(ById(function), fixed, renames_lr="learning_rate" in values), own, traceable), {"lr": 1.0} | own | multiplier
 
 
-def _rule(factory: _Factory, values: Hyperparams, traceable: frozenset[str], ready: bool = False) -> Rule:
+def _make_spec(factory: _Factory, values: Hyperparams, traceable: frozenset[str], is_instance: bool = False) -> OptimizerSpec:
     plain = {name: _without_tensors(value) for name, value in values.items()}
     transformation = factory(**plain)
-    if _is_ready(transformation) and _wants_pairs(transformation):
-        factory = replace(factory, paired=True)
+    if _is_transformation(transformation) and _is_lookahead(transformation):
+        factory = replace(factory, is_lookahead=True)
         transformation = factory(**plain)
     if isinstance(transformation, optax.GradientTransformation):
         takes_extra = isinstance(transformation, optax.GradientTransformationExtraArgs)
-    elif _is_ready(transformation):
+    elif _is_transformation(transformation):
         takes_extra = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(transformation.update).parameters.values())
     else:
         raise TypeError(f"tx gave {transformation!r}; expected an optax transformation, with init and update.")
-    return Rule(factory, given=values, traceable=traceable, scaled=True, ready=ready, takes_extra=takes_extra)
+    return OptimizerSpec(
+        factory,
+        declared_hyperparams=values,
+        traceable_hyperparams=traceable,
+        is_optax=True,
+        is_instance=is_instance,
+        takes_extra_args=takes_extra,
+    )
 
 
-def gives_lr(owner: type, tx: object, hyperparams: Hyperparams) -> bool:
+def is_lr_explicit(optimizer_class: type, tx: object, hyperparams: Hyperparams) -> bool:
     """Return whether the user gave the initial lr of the groups. A class's default and the 1.0 of a ready transformation do not count.
 
     Args:
@@ -168,17 +177,17 @@ def gives_lr(owner: type, tx: object, hyperparams: Hyperparams) -> bool:
     lr = hyperparams.get("lr", hyperparams.get("learning_rate"))
     if lr is None:
         return isinstance(tx, OptimizerDef)
-    constructors = (vars(cls).get("__init__") for cls in owner.__mro__)
+    constructors = (vars(cls).get("__init__") for cls in optimizer_class.__mro__)
     arguments = (inspect.signature(function).parameters.get("lr") for function in constructors if inspect.isfunction(function))
     return not any(argument is not None and argument.default is lr for argument in arguments)
 
 
-def multiplies(rule: Rule) -> bool:
+def lr_scales_update(optimizer_spec: OptimizerSpec) -> bool:
     """Return whether the groups' `lr` multiplies the update because the transformation has no hyperparameter `lr`."""
-    return rule.scaled and "lr" not in rule.hyperparams
+    return optimizer_spec.is_optax and "lr" not in optimizer_spec.hyperparams
 
 
-def last_factor(rule: Rule, params: PyTree) -> float | None:
+def trailing_factor(optimizer_spec: OptimizerSpec, params: PyTree) -> float | None:
     """Return the constant with which a transformation multiplies its update last, such as -1e-3 in `optax.adam(1e-3)`, or None.
 
     The constant is read from the traced update. A schedule, or a learning rate in the state, is not a constant.
@@ -192,21 +201,21 @@ def last_factor(rule: Rule, params: PyTree) -> float | None:
         return transformation.update(grads, state, params)[0]
 
     try:
-        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in rule.hyperparams.items()}
+        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in optimizer_spec.hyperparams.items()}
         with default_promotion():
-            transformation = rule.factory(**plain)
+            transformation = optimizer_spec.factory(**plain)
             closed = jax.make_jaxpr(update)(params, jax.eval_shape(transformation.init, params), params)
-        program = inlined(closed.jaxpr, closed.consts)
+        program = inline_calls(closed.jaxpr, closed.consts)
     except Exception:  # noqa: BLE001 - it may need arguments of `step`; the optimizer raises other errors itself
         return None
-    factors = (_last_factor(program, result) for result in program.jaxpr.outvars)
+    factors = (_trailing_factor(program, result) for result in program.jaxpr.outvars)
     return next((factor for factor in factors if not math.isclose(abs(factor), 1.0, rel_tol=1e-6)), None)
 
 
-def _last_factor(program: ClosedJaxpr, var: Atom) -> float:
+def _trailing_factor(program: ClosedJaxpr, var: Atom) -> float:
     """Return the product of the constants with which a result is multiplied last; 1 if there are none."""
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    number_of = numbers_of(program.jaxpr)
+    number_of = uniform_values(program.jaxpr)
 
     def number(var: Atom) -> float | None:
         value = number_of(var) if isinstance(var, Literal) or var not in constants else constants[var]
@@ -234,13 +243,13 @@ def _group_name(name: str) -> str:
     return "lr" if name == "learning_rate" else name
 
 
-def _check_names(owner: str, given: Collection[str], known: Collection[str], what: str) -> None:
+def _check_names(cls_name: str, given: Collection[str], known: Collection[str], what: str) -> None:
     for name in given:
         if name not in known:
-            raise TypeError(f"{owner}: unknown argument {name!r} ({what}). {near_and_all(name, known)}")
+            raise TypeError(f"{cls_name}: unknown argument {name!r} ({what}). {did_you_mean_or_list(name, known)}")
 
 
-def _as_plain(value: object, default: object) -> object:
+def _to_python_value(value: object, default: object) -> object:
     """Return an array scalar as a float, and a sequence of numbers as a tuple. An array becomes a tuple only if the default is one."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic | torch.Tensor)
     if is_sequence(value) and (_is_tuple(default) or not is_array):
@@ -258,7 +267,7 @@ def _without_tensors(value: object) -> object:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _is_plain(value: object) -> bool:
+def _fits_param_group(value: object) -> bool:
     """Return whether a param group may hold the value: a checkpoint can hold it without code."""
     if isinstance(value, tuple | list):
         return bool(value) and all(map(is_number, value))

@@ -13,7 +13,7 @@ from .types import Hyperparams, ParamGroup
 from .validators import Check
 
 
-class Rule(NamedTuple):
+class OptimizerSpec(NamedTuple):
     """A factory of transformations, and how its hyperparameters and state appear in a torch optimizer.
 
     factory: makes the transformation from keyword arguments.
@@ -34,30 +34,30 @@ class Rule(NamedTuple):
     """
 
     factory: Callable[..., optax.GradientTransformation]
-    structural: frozenset[str] = frozenset()
-    static: frozenset[str] = frozenset()
-    hidden: dict[str, float] = {}  # noqa: RUF012
-    eager: bool = False
-    shaped: bool = False
-    typed: bool = False
+    optional_hyperparams: frozenset[str] = frozenset()
+    static_hyperparams: frozenset[str] = frozenset()
+    hidden_state: dict[str, float] = {}  # noqa: RUF012
+    eager_state: bool = False
+    needs_shape: bool = False
+    takes_dtype: bool = False
     checks: tuple[Check[ParamGroup], ...] = ()
     leaf_checks: tuple[Check[torch.Tensor], ...] = ()
-    given: Hyperparams | None = None
-    traceable: frozenset[str] = frozenset()
-    scaled: bool = False
-    ready: bool = False
-    takes_extra: bool = False
+    declared_hyperparams: Hyperparams | None = None
+    traceable_hyperparams: frozenset[str] = frozenset()
+    is_optax: bool = False
+    is_instance: bool = False
+    takes_extra_args: bool = False
 
     @property
-    def whole(self) -> frozenset[str] | Hyperparams:
+    def static_by_value(self) -> frozenset[str] | Hyperparams:
         """The hyperparameters whose value selects the program. Of others only whether they are 0 or True may select it."""
-        return self.hyperparams if self.scaled else self.static
+        return self.hyperparams if self.is_optax else self.static_hyperparams
 
     @property
     def hyperparams(self) -> Hyperparams:
         """The hyperparameters and options by name, with their defaults. A default None of an optional hyperparameter reads 0."""
-        if self.given is not None:
-            return self.given
+        if self.declared_hyperparams is not None:
+            return self.declared_hyperparams
         parameters = inspect.signature(self.factory).parameters.values()
-        named = [p for p in parameters if not (self.typed and p.name == "dtype")]
-        return {p.name: 0.0 if p.name in self.structural and p.default is None else p.default for p in named}
+        named = [p for p in parameters if not (self.takes_dtype and p.name == "dtype")]
+        return {p.name: 0.0 if p.name in self.optional_hyperparams and p.default is None else p.default for p in named}

@@ -7,46 +7,46 @@ import functools
 from bridge.rules.elementwise import adadelta, adagrad, adam, adamax, asgd, nadam, radam, rmsprop, rprop, sgd
 from bridge.rules.matrix import adafactor, muon
 
-from .optimizer_spec import Rule
+from .optimizer_spec import OptimizerSpec
 from .validators import (
     Check,
-    adjustment_is_known,
+    adjust_lr_fn_is_known,
     at_least_one,
+    beta_checks,
     betas_fit_foreach,
-    betas_of_one_kind,
+    betas_have_one_type,
     eps_not_negative,
-    etas_lie_around_one,
-    fused_is_alone,
+    etas_enclose_one,
+    fused_checks,
     is_matrix,
     is_real,
     lr_fits_foreach,
     nesterov_has_momentum,
-    not_negative,
+    non_negative_checks,
     not_positive,
-    proper_betas,
-    rho_is_a_share,
-    steps_are_few,
+    ns_steps_in_range,
+    rho_in_unit_interval,
 )
 
-MUON = Rule(
+MUON = OptimizerSpec(
     muon,
-    static=frozenset({"ns_steps", "adjust_lr_fn"}),
-    shaped=True,
+    static_hyperparams=frozenset({"ns_steps", "adjust_lr_fn"}),
+    needs_shape=True,
     checks=(
-        *not_negative(
+        *non_negative_checks(
             lr="Learning rate should be >= 0 but is: {lr}",
             momentum="momentum should be >= 0 but is: {momentum}",
             weight_decay="weight decay should be >= 0 but is: {weight_decay}",
         ),
         Check(
-            adjustment_is_known,
+            adjust_lr_fn_is_known,
             "Adjust learning rate function {adjust_lr_fn} is not supported; expected 'original', 'match_rms_adamw' or None",
-            always=True,
+            at_every_step=True,
         ),
         Check(
-            steps_are_few,
+            ns_steps_in_range,
             "Number of steps must be less than 100 for computational efficiency, but ns_steps is {ns_steps}",
-            always=True,
+            at_every_step=True,
         ),
     ),
     leaf_checks=(
@@ -58,18 +58,18 @@ MUON = Rule(
         Check(is_real, "Muon does not support complex parameters ({name!r})", RuntimeError),
     ),
 )
-ADAFACTOR = Rule(
+ADAFACTOR = OptimizerSpec(
     adafactor,
-    static=frozenset({"eps"}),
-    shaped=True,
-    typed=True,
+    static_hyperparams=frozenset({"eps"}),
+    needs_shape=True,
+    takes_dtype=True,
     checks=(
-        *not_negative(lr="Learning rate should be >= 0 but is: {lr}"),
+        *non_negative_checks(lr="Learning rate should be >= 0 but is: {lr}"),
         Check(functools.partial(not_positive, "beta2_decay"), "beta2_decay should be <= 0 but is: {beta2_decay}"),
         Check(functools.partial(eps_not_negative, 0), "epsilon1 should be >= 0 but is: {eps[0]}"),
         Check(functools.partial(eps_not_negative, 1), "epsilon2 should be >= 0 but is: {eps[1]}"),
         Check(functools.partial(at_least_one, "d"), "Clipping threshold d should be >= 1 but is: {d}"),
-        *not_negative(weight_decay="weight_decay should be >= 0 but is: {weight_decay}"),
+        *non_negative_checks(weight_decay="weight_decay should be >= 0 but is: {weight_decay}"),
     ),
     leaf_checks=(Check(is_real, "Adafactor does not support complex parameters ({name!r})", RuntimeError),),
 )
@@ -80,62 +80,62 @@ _TENSOR = "as a Tensor is not supported for capturable=False and foreach=True"
 _LR = "Invalid learning rate: {lr}"
 _EPS = "Invalid epsilon value: {eps}"
 _DECAY = "Invalid weight_decay value: {weight_decay}"
-_ADAM_LIKE = (*not_negative(lr=_LR, eps=_EPS), *proper_betas(), *not_negative(weight_decay=_DECAY))
+_ADAM_LIKE = (*non_negative_checks(lr=_LR, eps=_EPS), *beta_checks(), *non_negative_checks(weight_decay=_DECAY))
 
-ADAM = Rule(
+ADAM = OptimizerSpec(
     adam,
     checks=(
         Check(lr_fits_foreach, f"lr {_TENSOR}"),
         *_ADAM_LIKE,
-        Check(betas_of_one_kind, "betas must be either both floats or both Tensors"),
+        Check(betas_have_one_type, "betas must be either both floats or both Tensors"),
         Check(betas_fit_foreach, f"betas[0] {_TENSOR}"),
-        *fused_is_alone(),
+        *fused_checks(),
     ),
 )
-SGD = Rule(
+SGD = OptimizerSpec(
     sgd,
-    structural=frozenset({"momentum", "dampening"}),
-    hidden={"seen": 1.0},
+    optional_hyperparams=frozenset({"momentum", "dampening"}),
+    hidden_state={"seen": 1.0},
     checks=(
-        *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
+        *non_negative_checks(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
         Check(nesterov_has_momentum, "Nesterov momentum requires a momentum and zero dampening"),
-        *fused_is_alone(),
+        *fused_checks(),
     ),
 )
-RMSPROP = Rule(
+RMSPROP = OptimizerSpec(
     rmsprop,
-    structural=frozenset({"momentum"}),
-    checks=not_negative(
+    optional_hyperparams=frozenset({"momentum"}),
+    checks=non_negative_checks(
         lr=_LR, eps=_EPS, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY, alpha="Invalid alpha value: {alpha}"
     ),
 )
-ADAGRAD = Rule(
+ADAGRAD = OptimizerSpec(
     adagrad,
-    eager=True,
+    eager_state=True,
     checks=(
-        *not_negative(
+        *non_negative_checks(
             lr=_LR,
             lr_decay="Invalid lr_decay value: {lr_decay}",
             weight_decay=_DECAY,
             initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
             eps=_EPS,
         ),
-        *fused_is_alone(),
+        *fused_checks(),
     ),
 )
-ADADELTA = Rule(
+ADADELTA = OptimizerSpec(
     adadelta,
     checks=(
-        *not_negative(lr=_LR),
-        Check(rho_is_a_share, "Invalid rho value: {rho}"),
-        *not_negative(eps=_EPS, weight_decay=_DECAY),
+        *non_negative_checks(lr=_LR),
+        Check(rho_in_unit_interval, "Invalid rho value: {rho}"),
+        *non_negative_checks(eps=_EPS, weight_decay=_DECAY),
     ),
 )
-ADAMAX = Rule(adamax, checks=_ADAM_LIKE)
-NADAM = Rule(nadam, checks=(*_ADAM_LIKE, *not_negative(momentum_decay="Invalid momentum_decay value: {momentum_decay}")))
-RADAM = Rule(radam, checks=_ADAM_LIKE)
-RPROP = Rule(
+ADAMAX = OptimizerSpec(adamax, checks=_ADAM_LIKE)
+NADAM = OptimizerSpec(nadam, checks=(*_ADAM_LIKE, *non_negative_checks(momentum_decay="Invalid momentum_decay value: {momentum_decay}")))
+RADAM = OptimizerSpec(radam, checks=_ADAM_LIKE)
+RPROP = OptimizerSpec(
     rprop,
-    checks=(*not_negative(lr=_LR), Check(etas_lie_around_one, "Invalid eta values: {etas[0]}, {etas[1]}")),
+    checks=(*non_negative_checks(lr=_LR), Check(etas_enclose_one, "Invalid eta values: {etas[0]}, {etas[1]}")),
 )
-ASGD = Rule(asgd, checks=not_negative(lr=_LR, weight_decay=_DECAY))
+ASGD = OptimizerSpec(asgd, checks=non_negative_checks(lr=_LR, weight_decay=_DECAY))

@@ -30,10 +30,10 @@ class Check(NamedTuple, Generic[_Subject]):
     holds: Callable[[_Subject], bool]
     text: str
     error: type[Exception] = ValueError
-    always: bool = False
+    at_every_step: bool = False
 
 
-def not_negative(**texts: str) -> tuple[Check[ParamGroup], ...]:
+def non_negative_checks(**texts: str) -> tuple[Check[ParamGroup], ...]:
     """Return a check for each hyperparameter that it is at least 0.
 
     Args:
@@ -42,25 +42,25 @@ def not_negative(**texts: str) -> tuple[Check[ParamGroup], ...]:
     return tuple(Check(functools.partial(_at_least, name, 0), text) for name, text in texts.items())
 
 
-def proper_betas() -> tuple[Check[ParamGroup], ...]:
+def beta_checks() -> tuple[Check[ParamGroup], ...]:
     """Return checks that both betas are in [0, 1)."""
-    return tuple(Check(functools.partial(_proper_beta, i), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1))
+    return tuple(Check(functools.partial(_is_valid_beta, i), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1))
 
 
 def _at_least(name: str, bound: float, group: ParamGroup) -> bool:
     return bool(group[name] >= bound)
 
 
-def _proper_beta(index: int, group: ParamGroup) -> bool:
+def _is_valid_beta(index: int, group: ParamGroup) -> bool:
     return bool(0 <= group["betas"][index] < 1)
 
 
-def _in_tensor(x: object) -> bool:
+def _is_tensor(x: object) -> bool:
     return hasattr(x, "numel")
 
 
 def _fits_foreach(value: object, group: ParamGroup) -> bool:
-    return not (_in_tensor(value) and group.get("foreach") and not group.get("capturable"))
+    return not (_is_tensor(value) and group.get("foreach") and not group.get("capturable"))
 
 
 def lr_fits_foreach(group: ParamGroup) -> bool:
@@ -73,20 +73,20 @@ def betas_fit_foreach(group: ParamGroup) -> bool:
     return _fits_foreach(group["betas"][0], group)
 
 
-def betas_of_one_kind(group: ParamGroup) -> bool:
+def betas_have_one_type(group: ParamGroup) -> bool:
     """Return whether both betas are tensors, or none is."""
-    return _in_tensor(group["betas"][0]) == _in_tensor(group["betas"][1])
+    return _is_tensor(group["betas"][0]) == _is_tensor(group["betas"][1])
 
 
-def _not_both(one: str, other: str, group: ParamGroup) -> bool:
+def _are_exclusive(one: str, other: str, group: ParamGroup) -> bool:
     return not (group.get(one) and group.get(other))
 
 
-def fused_is_alone() -> tuple[Check[ParamGroup], ...]:
+def fused_checks() -> tuple[Check[ParamGroup], ...]:
     """Return checks that `fused`, which decides how GradScaler unscales, is not combined with differentiable or foreach."""
     return (
-        Check(functools.partial(_not_both, "fused", "differentiable"), "`fused` does not support `differentiable`", RuntimeError),
-        Check(functools.partial(_not_both, "fused", "foreach"), "`fused` and `foreach` cannot be `True` together.", RuntimeError),
+        Check(functools.partial(_are_exclusive, "fused", "differentiable"), "`fused` does not support `differentiable`", RuntimeError),
+        Check(functools.partial(_are_exclusive, "fused", "foreach"), "`fused` and `foreach` cannot be `True` together.", RuntimeError),
     )
 
 
@@ -95,12 +95,12 @@ def nesterov_has_momentum(group: ParamGroup) -> bool:
     return not group["nesterov"] or bool(group["momentum"] > 0 and group["dampening"] == 0)
 
 
-def rho_is_a_share(group: ParamGroup) -> bool:
+def rho_in_unit_interval(group: ParamGroup) -> bool:
     """Return whether rho is in [0, 1]."""
     return bool(0 <= group["rho"] <= 1)
 
 
-def etas_lie_around_one(group: ParamGroup) -> bool:
+def etas_enclose_one(group: ParamGroup) -> bool:
     """Return whether the first eta is between 0 and 1 and the second is above 1."""
     return bool(0 < group["etas"][0] < 1 < group["etas"][1])
 
@@ -115,12 +115,12 @@ def is_matrix(p: torch.Tensor) -> bool:
     return p.ndim == 2
 
 
-def adjustment_is_known(group: ParamGroup) -> bool:
+def adjust_lr_fn_is_known(group: ParamGroup) -> bool:
     """Return whether adjust_lr_fn is None or one of torch's names."""
     return group["adjust_lr_fn"] in (None, "original", "match_rms_adamw")
 
 
-def steps_are_few(group: ParamGroup) -> bool:
+def ns_steps_in_range(group: ParamGroup) -> bool:
     """Return whether ns_steps is in [0, 100)."""
     return 0 <= group["ns_steps"] < 100
 
@@ -146,12 +146,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
 
 
-def _is_scalar_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
+def is_scalar_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     """Return whether the value is a 0-d array of jax, such as an optax schedule returns, or of NumPy."""
     return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
 
 
-def _is_one_number(value: object) -> bool:
+def is_one_number(value: object) -> bool:
     return is_number(value) and (not isinstance(value, torch.Tensor) or value.numel() == 1)
 
 
@@ -173,5 +173,5 @@ def as_tuple(value: Any) -> Any:
     return (list if isinstance(value, list) else tuple)(x.item() if isinstance(x, np.generic) else x for x in elements)
 
 
-def _length(value: object) -> int:
+def tuple_length(value: object) -> int:
     return len(value) if is_sequence(value) else 0

@@ -8,20 +8,20 @@ import jax
 import numpy as np
 import torch
 
-from bridge._interop.tensor_storage import shortage
-from bridge._memory.call_arguments import operands
+from bridge._interop.tensor_storage import why_unreadable
+from bridge._memory.call_arguments import as_call_arguments
 
 _Scalar: TypeAlias = torch.Tensor | float
 
 
-def check(**given: object) -> None:
+def check_scaler_tensors(**scaler_tensors: object) -> None:
     """Raise if the storage of a tensor of GradScaler was freed."""
-    for name, value in given.items():
-        if isinstance(value, torch.Tensor) and (why := shortage(value)):
+    for name, value in scaler_tensors.items():
+        if isinstance(value, torch.Tensor) and (why := why_unreadable(value)):
             raise ValueError(f"optimizer.{name} cannot be read: {why}. Nothing was updated: set it to a tensor whose storage is whole.")
 
 
-class Scaling:
+class LossScale:
     """The loss scale of a step, and the number of updates that each device has skipped.
 
     GradScaler sets `optimizer.grad_scale` (None if the gradients are unscaled already) and `optimizer.found_inf`. Both tensors are
@@ -36,15 +36,15 @@ class Scaling:
         """Return how many updates were skipped; this waits for the device."""
         return max((int(np.asarray(count)[0]) for count in self._skipped.values()), default=0)
 
-    def arrays(self, device: torch.device, grad_scale: _Scalar | None, found_inf: _Scalar | None) -> list[jax.typing.ArrayLike]:
+    def program_arguments(self, device: torch.device, grad_scale: _Scalar | None, found_inf: _Scalar | None) -> list[jax.typing.ArrayLike]:
         """Return the arguments of a program: the loss scale, the number of infinities, and the number of updates skipped so far."""
         count = self._skipped.get(device)
         if count is None:
-            count = operands([torch.zeros((), dtype=torch.int32, device=device)], [None])[0]
+            count = as_call_arguments([torch.zeros((), dtype=torch.int32, device=device)], [None])[0]
         given = [_scalar(x, default, device) for x, default in ((grad_scale, 1.0), (found_inf, 0.0))]
-        return [*operands(given, [None, None]), count]
+        return [*as_call_arguments(given, [None, None]), count]
 
-    def keep(self, device: torch.device, count: jax.Array) -> None:
+    def record_skipped(self, device: torch.device, count: jax.Array) -> None:
         """Record the number of skipped updates that a program returns."""
         self._skipped[device] = count
 

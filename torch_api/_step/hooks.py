@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from bridge._compat.torch import heard
+from bridge._compat.torch import step_observers
 
 
-class Listeners(NamedTuple):
+class GlobalHooks(NamedTuple):
     """The process-wide observers of a step.
 
     pre_hooks, post_hooks: the hooks of all optimizers.
@@ -19,10 +19,10 @@ class Listeners(NamedTuple):
     mark around a step.
     """
 
-    before: Mapping[int, Callable[..., object]]
-    after: Mapping[int, Callable[..., object]]
-    noted: Callable[[], bool]
-    profiled: Callable[[], bool]
+    pre_hooks: Mapping[int, Callable[..., object]]
+    post_hooks: Mapping[int, Callable[..., object]]
+    is_any_thread_profiled: Callable[[], bool]
+    is_this_thread_profiled: Callable[[], bool]
 
 
-FOUND = Listeners(*heard())
+GLOBAL_HOOKS = GlobalHooks(*step_observers())

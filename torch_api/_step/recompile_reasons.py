@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from bridge._compiler import chunking
 from bridge._compiler import plan as update
-from bridge._compiler.spec import Extra
+from bridge._compiler.spec import ExtraArgsSpec
 from bridge._runtime import cache, executable
 from bridge._warnings import CompilationWarning, stack_level
 
 # After this many sets of gradients with executables of their own, executables are chosen so that they serve any set.
-_SETS = 3
+_MAX_SPECIFIC_SETS = 3
 
 
 class CacheInfo(NamedTuple):
@@ -30,72 +30,74 @@ class CacheInfo(NamedTuple):
     compilations: int
 
 
-class Situation(NamedTuple):
+class RecompileInputs(NamedTuple):
     """The inputs that decide which executables a step needs: names and plans of the parameters, and the options that all of them share.
 
     Parameters of one bucket stand together.
     """
 
-    leaves: Sequence[tuple[Sequence[str], update.Leaf]]
+    leaves: Sequence[tuple[Sequence[str], update.LeafPlan]]
     clip: bool
     scaled: bool
-    checked: bool
-    extra: Extra
+    finite_check_done: bool
+    extra: ExtraArgsSpec
 
 
-class Cache:
+class UsedExecutables:
     """The executables that one optimizer has used."""
 
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-        self.hits = self.misses = self._compilations = self._sets = 0
-        self._programs: set[executable.Program] = set()
-        self._last: Situation | None = None
+    def __init__(self, cls_name: str) -> None:
+        self._cls_name = cls_name
+        self.hits = self.misses = self._compilations = self._specific_sets = 0
+        self._executables: set[executable.UpdateExecutable] = set()
+        self._last_inputs: RecompileInputs | None = None
 
     @property
     def info(self) -> CacheInfo:
-        return CacheInfo(self.hits, self.misses, len(self._programs), self._compilations)
+        return CacheInfo(self.hits, self.misses, len(self._executables), self._compilations)
 
     @property
-    def restless(self) -> bool:
+    def sets_keep_changing(self) -> bool:
         """Whether the set of gradients changes so often that executables should serve any set."""
-        return self._sets > _SETS
+        return self._specific_sets > _MAX_SPECIFIC_SETS
 
-    def programs(self, plans: Sequence[update.Plan]) -> list[executable.Program]:
+    def get_executables(self, plans: Sequence[update.UpdatePlan]) -> list[executable.UpdateExecutable]:
         """Return the executables of these plans."""
         before = cache.compilations()
-        found = cache.programs(plans)
+        found = cache.get_executables(plans)
         self._compilations += cache.compilations() - before
-        self._sets += any(_of_one_set(p.plan) for p in set(found) - self._programs)
-        self._programs.update(found)
+        self._specific_sets += any(_is_specific_to_one_set(p.plan) for p in set(found) - self._executables)
+        self._executables.update(found)
         return found
 
-    def note(self, situation: Situation, compiled: int) -> None:
+    def record_miss(self, inputs: RecompileInputs, compilation_count: int) -> None:
         """Count a set of gradients that was new, and warn if a step after the first one had to compile."""
-        last, self._last = self._last, situation
+        last, self._last_inputs = self._last_inputs, inputs
         self.misses += 1
-        if compiled and last is not None:
-            what = "another program" if compiled == 1 else f"{compiled} more programs"
-            warnings.warn(f"{self._owner}.step compiled {what}: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level())
+        if compilation_count and last is not None:
+            what = "another program" if compilation_count == 1 else f"{compilation_count} more programs"
+            warnings.warn(
+                f"{self._cls_name}.step compiled {what}: {_describe_reasons(last, inputs)}", CompilationWarning, stacklevel=stack_level()
+            )
 
 
-def _of_one_set(plan: update.Plan) -> bool:
+def _is_specific_to_one_set(plan: update.UpdatePlan) -> bool:
     """Return whether an executable hardly serves other sets of gradients: its leaves are of several kinds, or of an unusual number."""
-    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in chunking.sizes()
+    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in chunking.chunk_sizes()
 
 
-def _cause(before: Situation, now: Situation) -> str:
+def _describe_reasons(before: RecompileInputs, now: RecompileInputs) -> str:
     causes = []
     if before.clip != now.clip:
         causes.append(f"max_grad_norm is {'set' if now.clip else 'None'} now")
     if before.scaled != now.scaled:
         causes.append(f"the gradients are {'' if now.scaled else 'no longer '}those of a scaled loss")
-    elif before.checked != now.checked:
-        causes.append(f"{'GradScaler' if now.checked else 'the program itself'} now checks whether gradients are finite")
+    elif before.finite_check_done != now.finite_check_done:
+        causes.append(f"{'GradScaler' if now.finite_check_done else 'the program itself'} now checks whether gradients are finite")
     if before.extra != now.extra:
         causes.append("step has other extra arguments, or arguments of other shapes or dtypes")
     old, new = ({name: leaf for names, leaf in at.leaves for name in names} for at in (before, now))
-    changed = [(name, what) for name in old.keys() & new.keys() for what in _changes(old[name], new[name])]
+    changed = [(name, what) for name in old.keys() & new.keys() for what in _list_changes(old[name], new[name])]
     for what in dict.fromkeys(what for _, what in sorted(changed)):
         causes.append(f"{what} of {few_names(sorted(name for name, other in changed if other == what))}")
     causes += [f"{few_names(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
@@ -105,10 +107,10 @@ def _cause(before: Situation, now: Situation) -> str:
     return "; ".join(causes) or "nothing that a program is known to depend on has changed"
 
 
-def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
+def _list_changes(before: update.LeafPlan, now: update.LeafPlan) -> Iterable[str]:
     """Yield the differences between two plans of one parameter."""
-    if before.row != now.row:
-        old, new = dict(before.row.statics), dict(now.row.statics)
+    if before.transform != now.transform:
+        old, new = dict(before.transform.static_hyperparams), dict(now.transform.static_hyperparams)
         names = [name for name in new if name in old and old[name] != new[name]]
         yield from (f"{name} is {new[name]!r}, was {old[name]!r}," for name in names)
         if not names:
@@ -117,13 +119,13 @@ def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
         yield f"the dtype is {now.spec.dtype}, was {before.spec.dtype},"
     elif before.spec != now.spec:
         yield "another shape"
-    if before.gradient_dtype != now.gradient_dtype:
-        yield f"the dtype of the gradient is {now.gradient_dtype}, was {before.gradient_dtype},"
+    if before.grad_dtype != now.grad_dtype:
+        yield f"the dtype of the gradient is {now.grad_dtype}, was {before.grad_dtype},"
     if before.inplace != now.inplace:
         yield "another writeback"
     if [dtype for _, dtype in before.state] != [dtype for _, dtype in now.state]:
         yield "another dtype of the state"
-    if before.elements != now.elements:
+    if before.has_element_mask != now.has_element_mask:
         yield "another mask of elements"
 
 

@@ -15,49 +15,49 @@ import torch
 
 from bridge import _process
 from bridge._compat.torch import OPT_CALLED
-from bridge._compiler.plan import Plan
-from bridge._compiler.spec import GRADIENTS, NO_EXTRA, Extra, Same
+from bridge._compiler.plan import UpdatePlan
+from bridge._compiler.spec import GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, ExtraArgsSpec
 from bridge._interop.dlpack import device_of, to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
 from bridge._ir.types import PyTree
 from bridge._memory import adoption, allocation, jax_buffers
-from bridge._memory.call_arguments import operands
+from bridge._memory.call_arguments import as_call_arguments
 from bridge._memory.jax_buffers import lost_like
-from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
+from bridge._process import disable_torch_compile, has_nan_checks, raise_if_not_finite, x64
 from bridge._runtime.transaction import Transaction
 from bridge._train import call, train_program
 from bridge._warnings import CompilationWarning, stack_level
-from torch_api._params.record import Leaf
-from torch_api._step.bound_executable import Block, Launch
-from torch_api._step.extra_args import Arguments, are_wide
-from torch_api._step.launch_cache import Launches
+from torch_api._params.record import ParamRecord
+from torch_api._step.bound_executable import BoundExecutable, ProgramOperand
+from torch_api._step.extra_args import ExtraArgs, are_64bit
+from torch_api._step.launch_cache import LaunchCache
 from torch_api._step.recompile_reasons import CacheInfo
 from torch_api.optimizer import OptaxOptimizer
 
 from .arguments import (
-    Parts,
+    ModuleTensorSources,
     PerCallInput,
     ReadArray,
     check_arguments,
-    check_fit,
+    check_module_storages,
     check_readable,
-    check_whole,
+    check_same_params,
     refuse_autocast,
     refuse_keywords,
 )
-from .batch import OWNER, Batch
-from .loss import TracedForward, traced_loss
-from .module_guard import Watch
+from .batch import CLS_NAME, Batch
+from .loss import ModuleLossJaxpr, trace_loss
+from .module_guard import ModuleGuard
 
 _is_deleted = methodcaller("is_deleted")
 _NO_SEED = np.int64(0)
 # After this many compiled programs a warning says what to change.
-_MANY = 9
-_AGAIN = object()
+_MANY_PROGRAMS = 9
+_RETRY = object()
 _Result = TypeVar("_Result")
 
 
-class Ready(NamedTuple):
+class BoundTrainProgram(NamedTuple):
     """A program with everything that one kind of call needs: the bound executable of the update, and the arrays of the other tensors.
 
     For donated_buffers, in_place_tensors, copied_buffers, copied_dim_orders, frozen_inputs and per_call_inputs see `ModuleTensorSources`.
@@ -65,17 +65,17 @@ class Ready(NamedTuple):
     names of the trained parameters that the loss depends on.
     """
 
-    program: train_program.Program
-    launch: Launch
-    buffers: list[jax_buffers.Memory]
-    in_place: list[torch.Tensor]
-    copied: list[torch.Tensor]
-    copied_order: list[tuple[int, ...] | None]
-    read: list[ReadArray]
-    imported: list[jax.Array]
-    looked_at: list[PerCallInput]
-    sums: list[jax_buffers.Memory]
-    names: list[str]
+    program: train_program.TrainProgram
+    launch: BoundExecutable
+    donated_buffers: list[jax_buffers.JaxBuffer]
+    in_place_tensors: list[torch.Tensor]
+    copied_buffers: list[torch.Tensor]
+    copied_dim_orders: list[tuple[int, ...] | None]
+    frozen_inputs: list[ReadArray]
+    imported_arrays: list[jax.Array]
+    per_call_inputs: list[PerCallInput]
+    grad_accumulators: list[jax_buffers.JaxBuffer]
+    params_reached: list[str]
 
 
 class JaxTrainStep:
@@ -120,77 +120,78 @@ class JaxTrainStep:
         check_arguments(module, loss_fn, optimizer, accumulate)
         self.module, self.loss_fn, self.optimizer = module, loss_fn, optimizer
         self.accumulate, self.has_aux = accumulate, has_aux
-        self._launches: Launches | None = None  # the optimizer's cache for which everything is bound
-        self._forwards: dict[Hashable, TracedForward] = {}
-        self._programs: dict[Hashable, train_program.Program] = {}
-        self._sums: dict[str, jax_buffers.Memory] = {}
-        self._pending, self._summed = 0, frozenset()
+        self._launch_cache: LaunchCache | None = None  # the optimizer's cache for which everything is bound
+        self._loss_jaxprs: dict[Hashable, ModuleLossJaxpr] = {}
+        self._programs: dict[Hashable, train_program.TrainProgram] = {}
+        self._grad_accumulators: dict[str, jax_buffers.JaxBuffer] = {}
+        self._accumulated_calls, self._accumulated_names = 0, frozenset()
         # Which call updates is decided before its hooks run. So with several calls for one update, calls of other threads wait.
-        self._turn: AbstractContextManager[object] = threading.RLock() if accumulate > 1 else nullcontext()
+        self._call_lock: AbstractContextManager[object] = threading.RLock() if accumulate > 1 else nullcontext()
         self._hits = self._misses = self._compilations = 0
-        self._loss_like: jax.Array | None = None
+        self._loss_placeholder: jax.Array | None = None
         with optimizer._transaction():
-            self._look()
+            self._refresh()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{OWNER} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, and make "
+            f"{CLS_NAME} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, "
+            "and make "
             "an optimizer and a train step for the copy; what to save are both state_dicts."
         )
 
     @property
     def pending(self) -> int:
         """The number of calls that have added up gradients since the last update."""
-        return self._pending
+        return self._accumulated_calls
 
     def cache_info(self) -> CacheInfo:
         """Return how many calls found their program in the cache, and how many programs were used and compiled."""
         return CacheInfo(self._hits, self._misses, len(self._programs), self._compilations)
 
-    @not_traced
+    @disable_torch_compile
     def __call__(self, *batch: PyTree, **extra_args: PyTree) -> Any:
         """Run one step on this batch. `extra_args` are extra arguments of the transformation, as in `optimizer.step`."""
         refuse_autocast()
         if extra_args:
-            are_taken = any(rule.takes_extra for rule in self.optimizer._rules.values())
+            are_taken = any(rule.takes_extra_args for rule in self.optimizer._optimizer_specs.values())
             refuse_keywords(self.loss_fn, extra_args, are_taken, bool(batch))
-        if self.optimizer._exchange.inside:
-            self.optimizer._exchange.refuse(OWNER)
-        _process.refuse_fork()  # before the lock, which another thread may have held at the fork
-        result = _AGAIN
-        while result is _AGAIN:  # a hook may have called the train step
-            with self._turn:
-                if self._pending + 1 >= self.accumulate:
-                    result = _hooked(self.optimizer, self._step, batch, extra_args, True)
+        if self.optimizer._swap.swapped_by:
+            self.optimizer._swap.raise_swapped_error(CLS_NAME)
+        _process.raise_if_forked()  # before the lock, which another thread may have held at the fork
+        result = _RETRY
+        while result is _RETRY:  # a hook may have called the train step
+            with self._call_lock:
+                if self._accumulated_calls + 1 >= self.accumulate:
+                    result = _call_with_step_hooks(self.optimizer, self._step, batch, extra_args, True)
                 else:
                     result = self._step(batch, extra_args, False)
         return result
 
     def flush(self, **extra_args: PyTree) -> None:
         """Update with the mean of the gradients of the `pending` calls, if there are any, for example at the end of an epoch."""
-        with self._turn, self.optimizer._transaction():
-            if not self._pending:
+        with self._call_lock, self.optimizer._transaction():
+            if not self._accumulated_calls:
                 return
-            trained = {name: self._watch.params[name] for name in self._summed}
+            trained = {name: self._module_guard.params[name] for name in self._accumulated_names}
             before = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
             try:
                 for p, _ in before:
                     p.grad = None
                 for name, p in trained.items():
-                    total = self._sums[name].tensor(p.device).view(p.shape)
-                    p.grad = torch.empty_like(p, dtype=getattr(p, "grad_dtype", None)).copy_(total / self._pending)
+                    total = self._grad_accumulators[name].alias_tensor(p.device).view(p.shape)
+                    p.grad = torch.empty_like(p, dtype=getattr(p, "grad_dtype", None)).copy_(total / self._accumulated_calls)
                 self.optimizer.step(**extra_args)
             finally:
                 for p, grad in before:
                     p.grad = grad
-            self._pending, self._summed = 0, frozenset()
+            self._accumulated_calls, self._accumulated_names = 0, frozenset()
 
     # ------------------------------------------------------------------ one call
 
     def _step(self, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
         """Run the call. Return `_RETRY` if other calls came first, so that it is open again whether this one updates."""
-        result = _AGAIN
-        while result is _AGAIN and updates is (self._pending + 1 >= self.accumulate):
+        result = _RETRY
+        while result is _RETRY and updates is (self._accumulated_calls + 1 >= self.accumulate):
             with Transaction(self.optimizer._devices) as transaction:
                 result = self._update(transaction, batch, extra_args, updates)
         return result
@@ -201,251 +202,291 @@ class JaxTrainStep:
         Return `_RETRY` if it must start over, because the optimizer changed while the call was prepared.
         """
         optimizer, devices = self.optimizer, self.optimizer._devices
-        if optimizer._exchange.inside:  # another thread may have opened the context
-            optimizer._exchange.refuse(OWNER)
-        arguments = self._arguments(extra_args) if updates else None
-        if optimizer._group_signature() != optimizer._signature:
-            optimizer._place()
-        asked = optimizer._asks.count
-        if optimizer._asks.open and not optimizer._as_left():
-            optimizer._place()  # user code edited the state: continue from the edited values
-        if optimizer._launches is not self._launches or not self._watch.same():
-            self._look()
+        if optimizer._swap.swapped_by:  # another thread may have opened the context
+            optimizer._swap.raise_swapped_error(CLS_NAME)
+        arguments = self._make_extra_args(extra_args) if updates else None
+        if optimizer._recompile_signature() != optimizer._prepared_signature:
+            optimizer._rebuild_layout()
+        access_count = optimizer._state_access.access_count
+        if optimizer._state_access.may_be_referenced and not optimizer._state_is_unmodified():
+            optimizer._rebuild_layout()  # user code edited the state: continue from the edited values
+        if optimizer._launch_cache is not self._launch_cache or not self._module_guard.is_unchanged():
+            self._refresh()
         if optimizer._devices != devices:
-            return _AGAIN
-        items = Batch(batch, self._device, self._real)
-        forward = self._forward(items, transaction)
+            return _RETRY
+        items = Batch(batch, self._device, self._float_dtype)
+        forward = self._get_loss_jaxpr(items, transaction)
         if forward is None:
-            return _AGAIN
-        live = self._live(forward, updates)
-        extra, further = (NO_EXTRA, []) if arguments is None else arguments.of([optimizer._active[i] for i in live])
-        numbers = optimizer._hyperparams()
-        key = items.signature, live, extra, updates
-        ready = self._ready.get(key)
-        if ready is not None and any(map(_is_deleted, ready.imported)):
-            ready = None  # user code deleted arrays of `jax.live_arrays()`
-        self._hits += ready is not None
-        if ready is None:
-            loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
-            ready = self._prepared(transaction, forward, live, extra, loss_at, updates, numbers)
-            if ready is None:
-                return _AGAIN
-            self._ready[key] = ready
-        launch = ready.launch
-        held = []  # keeps the storages in place until the call has ended
-        for position, tensor, order, view in ready.looked_at:
-            if view is not None and adoption.align(tensor):
-                self._watch.look()
-            held.append(tensor.untyped_storage())
-            tensor = tensor.clone() if view is None and jax_buffers.shares_memory(tensor) else tensor  # the program writes this memory
-            (ready.read[position],) = operands([tensor], [order]) if view is None else view([tensor.data_ptr()])
-        seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
-        about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
-        written = [*ready.in_place, *launch.params] if updates else ready.in_place
-        checked = looks_for_nan()
-        before = [*launch.copied(), *((b, b.detach().clone()) for b in ready.in_place)] if ready.program.calls_back or checked else []
-        if checked:
-            before += [(x, x.detach().clone()) for x in _beside(ready, self._device)]
-        landed: list[Launch] = []
+            return _RETRY
+        with_grad = self._find_with_grad(forward, updates)
+        extra, extra_arrays = (
+            (NO_EXTRA_ARGS, []) if arguments is None else arguments.for_leaves([optimizer._trainable[i] for i in with_grad])
+        )
+        hyperparams = optimizer._hyperparams()
+        key = items.signature, with_grad, extra, updates
+        bound = self._bound_programs.get(key)
+        if bound is not None and any(map(_is_deleted, bound.imported_arrays)):
+            bound = None  # user code deleted arrays of `jax.live_arrays()`
+        self._hits += bound is not None
+        if bound is None:
+            loss_at = next((i for i, x in enumerate(extra_arrays) if x is self._loss_placeholder), None)
+            bound = self._bind_program(transaction, forward, with_grad, extra, loss_at, updates, hyperparams)
+            if bound is None:
+                return _RETRY
+            self._bound_programs[key] = bound
+        launch = bound.launch
+        storages = []  # keeps the storages in place until the call has ended
+        for position, tensor, order, view in bound.per_call_inputs:
+            if view is not None and adoption.align_storage(tensor):
+                self._module_guard.refresh()
+            storages.append(tensor.untyped_storage())
+            tensor = tensor.clone() if view is None and jax_buffers.is_over_jax_buffer(tensor) else tensor  # the program writes this memory
+            (bound.frozen_inputs[position],) = as_call_arguments([tensor], [order]) if view is None else view([tensor.data_ptr()])
+        seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.uses_seed else _NO_SEED
+        about = (
+            bound.donated_buffers,
+            bound.copied_buffers,
+            bound.copied_dim_orders,
+            bound.frozen_inputs,
+            items.arrays,
+            bound.grad_accumulators,
+        )
+        written = [*bound.in_place_tensors, *launch.params] if updates else bound.in_place_tensors
+        checks_finite = has_nan_checks()
+        snapshots = (
+            [*launch.snapshot(), *((b, b.detach().clone()) for b in bound.in_place_tensors)]
+            if bound.program.has_callback or checks_finite
+            else []
+        )
+        if checks_finite:
+            snapshots += [(x, x.detach().clone()) for x in _other_written_tensors(bound, self._device)]
+        completed: list[BoundExecutable] = []
         try:
-            outcome = call.run(ready.program, launch, call.Arrays(*about, seed, numbers, further, not self._pending, written), landed)
-            self._follow(ready, outcome)
-            if checked:
-                self._refuse_not_finite(ready, outcome, updates)
+            result = call.run(
+                bound.program,
+                launch,
+                call.TrainArrays(*about, seed, hyperparams, extra_arrays, not self._accumulated_calls, written),
+                completed,
+            )
+            self._rebind(bound, result)
+            if checks_finite:
+                self._refuse_not_finite(bound, result, updates)
         except BaseException as error:
-            self._salvage(error, before, ready, landed if updates and not checked else ())
+            self._recover_after_failure(error, snapshots, bound, completed if updates and not checks_finite else ())
             raise
-        self._settle(ready, updates)
-        if optimizer._asks.open:
-            optimizer._take_back(asked)
-        return (outcome.loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else outcome.loss
+        self._finish(bound, updates)
+        if optimizer._state_access.may_be_referenced:
+            optimizer._stop_watching_if_unreferenced(access_count)
+        return (result.loss, forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
 
-    def _follow(self, ready: Ready, outcome: call.Outcome) -> None:
+    def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult) -> None:
         """Bind to the new addresses after results moved."""
         if outcome.moved:
-            self.optimizer._launches.follow([ready.launch])
-            for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
-                buffer.data = jax_buffers.renewed(memory).tensor(buffer.device, like=buffer)
-            for memory in ready.sums:
-                jax_buffers.renewed(memory)
-            self._look()
+            self.optimizer._launch_cache.rebind([bound.launch])
+            for memory, buffer in zip(bound.donated_buffers, bound.in_place_tensors, strict=True):
+                buffer.data = jax_buffers.rebind_moved(memory).alias_tensor(buffer.device, like=buffer)
+            for memory in bound.grad_accumulators:
+                jax_buffers.rebind_moved(memory)
+            self._refresh()
 
-    def _refuse_not_finite(self, ready: Ready, outcome: call.Outcome, updates: bool) -> None:
+    def _refuse_not_finite(self, bound: BoundTrainProgram, outcome: call.TrainResult, updates: bool) -> None:
         """Raise if the loss, aux, a new parameter or a summed gradient has a value that `jax_debug_nans` or `jax_debug_infs` rejects."""
         named = [("the loss", outcome.loss), *((f"aux result {i}", x) for i, x in enumerate(outcome.aux))]
         if updates:
-            named += [(f"the new value of {self._names[id(leaf.param)]!r}", leaf.param) for leaf in ready.launch.leaves]
+            named += [(f"the new value of {self._names[id(leaf.param)]!r}", leaf.param) for leaf in bound.launch.leaves]
         else:
-            names = sorted(self._names[id(self.optimizer._active[i].param)] for i in self._candidates)
-            named += [(f"the gradient of {name!r}", memory.array) for name, memory in zip(names, ready.sums, strict=True)]
+            names = sorted(self._names[id(self.optimizer._trainable[i].param)] for i in self._candidate_positions)
+            named += [(f"the gradient of {name!r}", memory.array) for name, memory in zip(names, bound.grad_accumulators, strict=True)]
         arrays = ((name, to_jax(x.detach(), copy=None) if isinstance(x, torch.Tensor) else x) for name, x in named)
-        refuse_not_finite(OWNER, arrays, " Nothing was updated.")
+        raise_if_not_finite(CLS_NAME, arrays, " Nothing was updated.")
 
-    def _settle(self, ready: Ready, updates: bool) -> None:
+    def _finish(self, bound: BoundTrainProgram, updates: bool) -> None:
         """Count the call, after its results are in memory."""
         if updates:
-            self._pending, self._summed = 0, frozenset()
+            self._accumulated_calls, self._accumulated_names = 0, frozenset()
             vars(self.optimizer)[OPT_CALLED] = True  # schedulers check this
         else:
-            self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
+            self._accumulated_calls, self._accumulated_names = (
+                self._accumulated_calls + 1,
+                self._accumulated_names | set(bound.params_reached),
+            )
 
-    def _salvage(
-        self, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Ready, landed: Sequence[Launch]
+    def _recover_after_failure(
+        self,
+        error: BaseException,
+        snapshots: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        bound: BoundTrainProgram,
+        completed: Sequence[BoundExecutable],
     ) -> None:
         """Give valid memory to all tensors whose memory is gone after a failed call, as the optimizer does after a failed step."""
-        for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
-            if memory.is_gone:
+        for memory, buffer in zip(bound.donated_buffers, bound.in_place_tensors, strict=True):
+            if memory.is_lost:
                 buffer.data = lost_like(buffer)
-        if self.optimizer._launches.salvage(error, before, landed):
-            self.optimizer._place()
-        if any(memory.is_gone for memory in ready.sums):
-            if self._pending:
-                error.add_note(f"The gradients of {self._pending} calls that waited for an update are lost.")
-            self._sums.clear()
-            self._pending, self._summed = 0, frozenset()
-        self._launches = None
+        if self.optimizer._launch_cache.recover_after_failure(error, snapshots, completed):
+            self.optimizer._rebuild_layout()
+        if any(memory.is_lost for memory in bound.grad_accumulators):
+            if self._accumulated_calls:
+                error.add_note(f"The gradients of {self._accumulated_calls} calls that waited for an update are lost.")
+            self._grad_accumulators.clear()
+            self._accumulated_calls, self._accumulated_names = 0, frozenset()
+        self._launch_cache = None
 
-    def _arguments(self, given: dict[str, PyTree]) -> Arguments | None:
+    def _make_extra_args(self, extra_args: dict[str, PyTree]) -> ExtraArgs | None:
         """Return the extra arguments of the transformation, the loss among them; None if it takes none."""
         optimizer = self.optimizer
-        if not any(rule.takes_extra for rule in optimizer._rules.values()):
-            return optimizer._arguments(given) if given else None
-        wide = are_wide(optimizer._leaves)
-        if self._loss_like is None or (self._loss_like.dtype == np.float64) is not wide:
+        if not any(rule.takes_extra_args for rule in optimizer._optimizer_specs.values()):
+            return optimizer._make_extra_args(extra_args) if extra_args else None
+        is_64bit = are_64bit(optimizer._records)
+        if self._loss_placeholder is None or (self._loss_placeholder.dtype == np.float64) is not is_64bit:
             with x64():
-                self._loss_like = jax.numpy.zeros((), np.float64 if wide else np.float32)
-        return optimizer._arguments({"grad": Same(GRADIENTS), "value": self._loss_like, "value_fn": train_program.VALUE_FN} | given)
+                self._loss_placeholder = jax.numpy.zeros((), np.float64 if is_64bit else np.float32)
+        return optimizer._make_extra_args(
+            {"grad": ById(GRADS_PLACEHOLDER), "value": self._loss_placeholder, "value_fn": train_program.LOSS_OF_PARAMS} | extra_args
+        )
 
     # ------------------------------------------------------------------ what a call needs
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Read module and optimizer again after a change, and drop everything that was bound before."""
-        optimizer, self._launches = self.optimizer, None  # None until the end, so that the call after an error reads everything again
+        optimizer, self._launch_cache = self.optimizer, None  # None until the end, so that the call after an error reads everything again
         check_readable(self.module)
-        self._watch = watch = Watch(self.module)
-        self._device = check_fit(watch, optimizer)
-        self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
-        if optimizer.dissolve(optimizer._active):  # XLA copies a bucket's row before it reads it as a matrix
-            watch.look()
-        elif any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
-            optimizer._place()
-            watch.look()
-        check_whole(watch)
+        self._module_guard = watch = ModuleGuard(self.module)
+        self._device = check_same_params(watch, optimizer)
+        self._float_dtype = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
+        if optimizer._move_out_of_buckets(optimizer._trainable):  # XLA copies a bucket's row before it reads it as a matrix
+            watch.refresh()
+        elif any(_has_moved(leaf) for leaf in optimizer._trainable if leaf.param.requires_grad):
+            optimizer._rebuild_layout()
+            watch.refresh()
+        check_module_storages(watch)
         self._names = {id(p): name for name, p in watch.params.items()}
-        self._candidates = [i for i, leaf in enumerate(optimizer._active) if leaf.param.requires_grad]
-        self._ready, self._traced, self._lives = {}, {}, {}
-        self._launches = optimizer._launches
+        self._candidate_positions = [i for i, leaf in enumerate(optimizer._trainable) if leaf.param.requires_grad]
+        self._bound_programs, self._loss_by_signature, self._with_grad_by_loss = {}, {}, {}
+        self._launch_cache = optimizer._launch_cache
 
-    def _live(self, forward: TracedForward, updates: bool) -> tuple[int, ...]:
+    def _find_with_grad(self, forward: ModuleLossJaxpr, updates: bool) -> tuple[int, ...]:
         """Return the positions of the parameters that this call trains.
 
         These are the parameters that the loss depends on, and those for which an earlier loss has accumulated a gradient.
         """
-        summed = self._summed if updates else frozenset()
-        live = self._lives.get((forward, summed))
-        if live is not None:
-            return live
-        active, wanted = self.optimizer._active, forward.reaches | summed
-        live = self._lives[forward, summed] = tuple(i for i in self._candidates if self._names[id(active[i].param)] in wanted)
-        if not live:
-            del self._lives[forward, summed]
+        accumulated_names = self._accumulated_names if updates else frozenset()
+        with_grad = self._with_grad_by_loss.get((forward, accumulated_names))
+        if with_grad is not None:
+            return with_grad
+        active, wanted = self.optimizer._trainable, forward.params_reached | accumulated_names
+        with_grad = self._with_grad_by_loss[forward, accumulated_names] = tuple(
+            i for i in self._candidate_positions if self._names[id(active[i].param)] in wanted
+        )
+        if not with_grad:
+            del self._with_grad_by_loss[forward, accumulated_names]
             raise ValueError(
-                f"{OWNER}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without torch.no_grad() "
+                f"{CLS_NAME}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without "
+                "torch.no_grad() "
                 "or detach(), and what the optimizer's mask and requires_grad freeze."
             )
-        return live
+        return with_grad
 
-    def _forward(self, items: Batch, transaction: Transaction) -> TracedForward | None:
+    def _get_loss_jaxpr(self, batch: Batch, transaction: Transaction) -> ModuleLossJaxpr | None:
         """Return the jaxpr of the loss for this kind of batch, traced with the current values of captured tensors.
 
         Returns None if a signal handler has changed the optimizer during the trace.
         """
-        found = self._traced.get(items.signature)
-        if found is not None and found.function.stale():
-            for known in (self._forwards, self._traced, self._programs, self._ready, self._lives):
+        loss_jaxpr = self._loss_by_signature.get(batch.signature)
+        if loss_jaxpr is not None and loss_jaxpr.function.is_stale():
+            for known in (self._loss_jaxprs, self._loss_by_signature, self._programs, self._bound_programs, self._with_grad_by_loss):
                 known.clear()
-            found = None
-        if found is None:
-            key = items.signature, self._watch.signature
-            found = self._forwards.get(key)
-            if found is None or found.function.stale():
+            loss_jaxpr = None
+        if loss_jaxpr is None:
+            key = batch.signature, self._module_guard.signature
+            loss_jaxpr = self._loss_jaxprs.get(key)
+            if loss_jaxpr is None or loss_jaxpr.function.is_stale():
                 with transaction.interruptible():
-                    found = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
-                self._forwards[key] = found
-                if self._was_changed():
+                    loss_jaxpr = trace_loss(self.module, self.loss_fn, self.has_aux, self._module_guard, batch)
+                self._loss_jaxprs[key] = loss_jaxpr
+                if self._is_optimizer_changed():
                     return None
-            self._traced[items.signature] = found
-        return found
+            self._loss_by_signature[batch.signature] = loss_jaxpr
+        return loss_jaxpr
 
-    def _prepared(
+    def _bind_program(
         self,
         transaction: Transaction,
-        forward: TracedForward,
-        live: tuple[int, ...],
-        extra: Extra,
+        forward: ModuleLossJaxpr,
+        with_grad: tuple[int, ...],
+        extra: ExtraArgsSpec,
         loss_at: int | None,
         updates: bool,
-        numbers: np.ndarray,
-    ) -> Ready | None:
+        hyperparams: np.ndarray,
+    ) -> BoundTrainProgram | None:
         """Compile and bind the program. Return None if a signal handler has changed optimizer or module during the compilation."""
-        launches, active = self.optimizer._launches, self.optimizer._active
-        parts = Parts(self._watch, forward.changed, [active[i] for i in live])
-        names = sorted(self._names[id(active[i].param)] for i in self._candidates) if self.accumulate > 1 else []
-        sums = [self._sum(name) for name in names]
-        kinds = tuple((name, str(memory.array.dtype)) for name, memory in zip(names, sums, strict=True))
+        launches, active = self.optimizer._launch_cache, self.optimizer._trainable
+        tensor_sources = ModuleTensorSources(self._module_guard, forward.changed_buffers, [active[i] for i in with_grad])
+        names = sorted(self._names[id(active[i].param)] for i in self._candidate_positions) if self.accumulate > 1 else []
+        grad_accumulators = [self._grad_accumulator(name) for name in names]
+        kinds = tuple((name, str(memory.array.dtype)) for name, memory in zip(names, grad_accumulators, strict=True))
 
-        def compiled(blocks: Sequence[Block], plan: Plan) -> train_program.Program:
-            tensors, read = parts.given(blocks)
-            trained = tuple(tuple((self._names[id(leaf.param)], leaf.slot) for leaf in block.leaves) for block in blocks)
-            names = {} if extra is NO_EXTRA else self._optimizers_names()
-            task = train_program.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
-            key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
-            self._watch.look()  # adoption has moved buffers, and alignment has moved weights
+        def compile_program(operands: Sequence[ProgramOperand], plan: UpdatePlan) -> train_program.TrainProgram:
+            tensors, read = tensor_sources.find_sources(operands)
+            trained_names = tuple(tuple((self._names[id(leaf.param)], leaf.bucket_row) for leaf in block.leaves) for block in operands)
+            names = {} if extra is NO_EXTRA_ARGS else self._module_names_by_path()
+            task = train_program.TrainProgramSpec(forward, plan, trained_names, tensors, read, self.accumulate, kinds, loss_at, names)
+            key = forward, plan, trained_names, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
+            self._module_guard.refresh()  # adoption has moved buffers, and alignment has moved weights
             if key not in self._programs:
                 with transaction.interruptible():
-                    program = train_program.Program(task, updates)
+                    program = train_program.TrainProgram(task, updates)
                 self._programs[key] = program
                 self._compilations += 1
-                self._warn()
+                self._warn_of_many_programs()
             return self._programs[key]
 
-        signature, self.optimizer._signature = self.optimizer._signature, None  # an error then leads to a rebuild
-        with self.optimizer.arrangement.explaining([active[i] for i in live]):
-            launch = launches.whole(live, extra, numbers, compiled)
-        if launch is None or self._was_changed() or not self._watch.same():
+        signature, self.optimizer._prepared_signature = self.optimizer._prepared_signature, None  # an error then leads to a rebuild
+        with self.optimizer._hyperparam_table.explain_missing_leaves([active[i] for i in with_grad]):
+            launch = launches.prepare_single(with_grad, extra, hyperparams, compile_program)
+        if launch is None or self._is_optimizer_changed() or not self._module_guard.is_unchanged():
             return None
-        self.optimizer._sight.forget(launches.began)
-        self.optimizer._signature = signature
-        program: Any = launch.program
+        self.optimizer._guards.invalidate(launches.has_new_state)
+        self.optimizer._prepared_signature = signature
+        program: Any = launch.executable
         self._misses += 1
-        imported = [x for x in parts.read if isinstance(x, jax.Array)]
-        own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, imported, parts.looked_at, sums
-        reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
-        return Ready(program, launch, *own, reached)
+        imported = [x for x in tensor_sources.frozen_inputs if isinstance(x, jax.Array)]
+        own = (
+            tensor_sources.donated_buffers,
+            tensor_sources.in_place_tensors,
+            tensor_sources.copied_buffers,
+            tensor_sources.copied_dim_orders,
+            tensor_sources.frozen_inputs,
+            imported,
+            tensor_sources.per_call_inputs,
+            grad_accumulators,
+        )
+        params_reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.params_reached]
+        return BoundTrainProgram(program, launch, *own, params_reached)
 
-    def _was_changed(self) -> bool:
+    def _is_optimizer_changed(self) -> bool:
         """Return whether a signal handler has changed the optimizer while a loss was traced or compiled."""
-        assert self._launches is not None
-        return self._launches.is_outdated or bool(self.optimizer._exchange.inside)
+        assert self._launch_cache is not None
+        return self._launch_cache.is_outdated or bool(self.optimizer._swap.swapped_by)
 
-    def _optimizers_names(self) -> dict[str, str]:
+    def _module_names_by_path(self) -> dict[str, str]:
         """Return the module's name of each parameter by the dotted path that the transformation sees."""
-        pairs = zip(self.optimizer._leaves, self.optimizer.arrangement.skeleton, strict=True)
+        pairs = zip(self.optimizer._records, self.optimizer._hyperparam_table.all_paths, strict=True)
         return {".".join(path): self._names[id(leaf.param)] for leaf, path in pairs if id(leaf.param) in self._names}
 
-    def _sum(self, name: str) -> jax_buffers.Memory:
+    def _grad_accumulator(self, name: str) -> jax_buffers.JaxBuffer:
         """Return the buffer for the sum of a parameter's gradients, in its dtype, or in float32 for half types."""
-        p = self._watch.params[name]
+        p = self._module_guard.params[name]
         dtype = np.dtype(np.float32) if p.dtype in (torch.float16, torch.bfloat16) else numpy_dtype(p.dtype)
-        known = self._sums.get(name)
-        if known is None or known.array.shape != (p.numel(),) or known.array.dtype != dtype:
-            self._sums[name] = jax_buffers.register(allocation.full((p.numel(),), dtype, 0, device_of(p)))
-        return self._sums[name]
+        accumulator = self._grad_accumulators.get(name)
+        if accumulator is None or accumulator.array.shape != (p.numel(),) or accumulator.array.dtype != dtype:
+            self._grad_accumulators[name] = jax_buffers.register(allocation.full((p.numel(),), dtype, 0, device_of(p)))
+        return self._grad_accumulators[name]
 
-    def _warn(self) -> None:
-        if self._compilations == _MANY:
+    def _warn_of_many_programs(self) -> None:
+        if self._compilations == _MANY_PROGRAMS:
             warnings.warn(
-                f"{OWNER} has compiled {_MANY} programs: one for each structure, shape and dtype of batch, each int, bool and string in "
+                f"{CLS_NAME} has compiled {_MANY_PROGRAMS} programs: one for each structure, shape and dtype of batch, each int, bool "
+                "and string in "
                 "it, each set of plain attributes of the modules and each set of trained parameters; and another after each write into a "
                 "tensor that loss_fn reads from outside. Pad batches to a few shapes, drop the last one of an epoch (drop_last=True), pass "
                 "numbers that change as tensors, and make what loss_fn reads a buffer of the module.",
@@ -454,14 +495,14 @@ class JaxTrainStep:
             )
 
 
-def _beside(ready: Ready, device: torch.device) -> list[torch.Tensor]:
+def _other_written_tensors(bound: BoundTrainProgram, device: torch.device) -> list[torch.Tensor]:
     """Return the tensors that a call may change, apart from those in `BoundExecutable.snapshot` and buffers updated in place."""
-    shared = [x for part in ready.launch.shared for x in part.shown.views.values()]
-    scalars = [x for leaf in ready.launch.leaves for x in leaf.scalars.values()]
-    return [*shared, *scalars, *(memory.tensor(device) for memory in ready.sums), *ready.copied]
+    shared = [x for part in bound.launch.shared for x in part.state_tensors.views.values()]
+    scalars = [x for leaf in bound.launch.leaves for x in leaf.scalar_state.values()]
+    return [*shared, *scalars, *(memory.alias_tensor(device) for memory in bound.grad_accumulators), *bound.copied_buffers]
 
 
-def _elsewhere(leaf: Leaf) -> bool:
+def _has_moved(leaf: ParamRecord) -> bool:
     """Return whether a parameter has other memory or metadata than the optimizer has recorded."""
     p = leaf.param
     now = p.data_ptr(), p.stride(), p.shape, p.dtype
@@ -469,6 +510,6 @@ def _elsewhere(leaf: Leaf) -> bool:
 
 
 @OptaxOptimizer.profile_hook_step
-def _hooked(_: OptaxOptimizer, function: Callable[..., _Result], *arguments: Any) -> _Result:
+def _call_with_step_hooks(_: OptaxOptimizer, function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Call a function within the hooks of the optimizer's step, and under the step's name in a profile."""
     return function(*arguments)

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._compiler.chunking import enough
+from bridge._compiler.chunking import min_equal_leaves
 from bridge._ir.fingerprint import params_text
-from bridge._ir.jaxpr import Slices, bound, literal, part, slices
-from bridge._ir.numerics import is_key
+from bridge._ir.jaxpr import Slicer, bind, literal_value, make_slicer, outlined
+from bridge._ir.numerics import is_prng_key
 from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 from .hoist import Rest, read_by, run, sums_up
-from .operand_limit import apart
+from .operand_limit import distinct_scalars
 
 
 class Slot:
@@ -88,7 +88,7 @@ def of_packs(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Valu
     """
     if not any(isinstance(x, Slot) for x in values.values()):
         return {}
-    there, behind = dict(values), slices(flat.jaxpr.eqns)
+    there, behind = dict(values), make_slicer(flat.jaxpr.eqns)
     eqns = behind(needed)
     apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if aval_of(v).size == 1)}
     waiting: dict[Var, _Work] = {}
@@ -122,7 +122,7 @@ def of_packs(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Valu
 
 def of_parts(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Value]) -> dict[Var, jax.Array]:
     """What is summed over leaves by themselves, of those that have enough equals each from one `part`."""
-    behind, inputs = slices(flat.jaxpr.eqns), set(flat.jaxpr.invars)
+    behind, inputs = make_slicer(flat.jaxpr.eqns), set(flat.jaxpr.invars)
     kinds: dict[Hashable, list[tuple[Var, _Work]]] = {}
     count = 0
     for eqn in filter(sums_up, behind(needed, values.keys())):
@@ -133,9 +133,9 @@ def of_parts(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Valu
         count += 1
     found: dict[Var, jax.Array] = {}
     for members in kinds.values():
-        if len(members) >= enough(count):
+        if len(members) >= min_equal_leaves(count):
             (_, work), *_ = members
-            function = part(lambda *given, work=work: work.of_row(given[: len(work.rest.arrays)], given[len(work.rest.arrays) :]))
+            function = outlined(lambda *given, work=work: work.of_row(given[: len(work.rest.arrays)], given[len(work.rest.arrays) :]))
             found |= {v: function(*(values[x] for x in (*work.rest.arrays, *work.rest.numbers))) for v, work in members}
     return found
 
@@ -148,7 +148,7 @@ class _Work(NamedTuple):
     text: Hashable
 
     @staticmethod
-    def of(behind: Slices, known: set[Var], eqn: Eqn) -> _Work | None:
+    def of(behind: Slicer, known: set[Var], eqn: Eqn) -> _Work | None:
         """That of the result of an operation; None where it is neither, or computed otherwise than each element by itself."""
         total = eqn if sums_up(eqn) and aval_of(eqn.outvars[0]).size == 1 else None
         array = eqn.outvars[0] if total is None else eqn.invars[0]
@@ -193,7 +193,9 @@ def columns_of(
         """
         first = each[0]
         if isinstance(first, Literal):
-            return literal(first) if all(isinstance(v, Literal) and (v.val, v.aval) == (first.val, first.aval) for v in each) else None
+            return (
+                literal_value(first) if all(isinstance(v, Literal) and (v.val, v.aval) == (first.val, first.aval) for v in each) else None
+            )
         if all(v is first for v in each):
             return cut(values[first] if first in values else evaluated_once(flat, [first], values)[first])
         variables = tuple(v for v in each if not isinstance(v, Literal))
@@ -212,7 +214,7 @@ def columns_of(
         if len(eqns) < len(each):
             return None
         one = eqns[0]
-        if len(one.outvars) > 1 or one.effects or any(aval_of(v).size != 1 or is_key(v.aval) for v in one.invars):
+        if len(one.outvars) > 1 or one.effects or any(aval_of(v).size != 1 or is_prng_key(v.aval) for v in one.invars):
             return None
         if len({(eqn.primitive, params_text(eqn.params), len(eqn.invars)) for eqn in eqns}) > 1:
             return None
@@ -221,7 +223,7 @@ def columns_of(
         if len(operands) < len(columns):
             return None
         axes = [0 if np.ndim(x) > aval_of(v).ndim else None for x, v in zip(operands, one.invars, strict=True)]
-        found = jax.vmap(partial(bound, one), in_axes=axes)(*operands) if 0 in axes else bound(one, *operands)
+        found = jax.vmap(partial(bind, one), in_axes=axes)(*operands) if 0 in axes else bind(one, *operands)
         return found[0]
 
     def whole(each: Sequence[Var]) -> Array:
@@ -238,11 +240,11 @@ def evaluated_once(flat: ClosedJaxpr, wanted: Sequence[Var], values: Mapping[Var
     """Those of the wanted variables that are not among the values, by these."""
     jaxpr: Jaxpr = flat.jaxpr
     todo = [v for v in wanted if v not in values]
-    eqns = slices(jaxpr.eqns)(todo, values.keys())
+    eqns = make_slicer(jaxpr.eqns)(todo, values.keys())
     given = [v for v in read_by(eqns) if v in values]
     program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=given, outvars=todo, eqns=eqns), [])
     cell = _cells(sum(len(eqn.invars) for eqn in eqns))
-    found = cast(list[jax.Array], apart(program, [cut(values[v]) for v in given], cell, reciprocals=True))
+    found = cast(list[jax.Array], distinct_scalars(program, [cut(values[v]) for v in given], cell, reciprocals=True))
     return dict(zip(todo, found, strict=True))
 
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from bridge._ir.fingerprint import kind_text, params_text
+from bridge._ir.fingerprint import aval_text, params_text
 from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Literal, Var
 
-from .kernel_class import Alike, _repeated
+from .kernel_class import KernelClass, jit_if_repeated
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8
@@ -29,7 +29,7 @@ class _Numbers:
     def __init__(self, given: Sequence[Var]) -> None:
         self.eqns: list[Eqn] = []
         self._first: dict[Var, Var] = {}
-        self._names = {var: f"a{i}:{kind_text(var.aval)}" for i, var in enumerate(given)}
+        self._names = {var: f"a{i}:{aval_text(var.aval)}" for i, var in enumerate(given)}
         self._lines: dict[str, list[Var]] = {}
 
     @property
@@ -40,7 +40,7 @@ class _Numbers:
     def add(self, eqn: Eqn) -> None:
         """Take an operation, unless one that was taken does the same."""
         eqn = eqn.replace(invars=list(map(self.first, eqn.invars)))
-        operands, kinds = [self._name(v) for v in eqn.invars], [kind_text(v.aval) for v in eqn.outvars]
+        operands, kinds = [self._name(v) for v in eqn.invars], [aval_text(v.aval) for v in eqn.outvars]
         line = f"{eqn.primitive.name}[{params_text(eqn.params)}] {operands} -> {kinds}"
         if line not in self._lines:
             self._names |= {var: f"%{len(self._lines)}.{i}" for i, var in enumerate(eqn.outvars)}
@@ -58,7 +58,7 @@ class _Numbers:
         return tuple(lines[eqn.outvars[0]] for eqn in eqns), tuple(map(self._name, results))
 
     def _name(self, var: Atom) -> str:
-        return f"{np.asarray(var.val).tobytes()!r}:{kind_text(var.aval)}" if isinstance(var, Literal) else self._names[var]
+        return f"{np.asarray(var.val).tobytes()!r}:{aval_text(var.aval)}" if isinstance(var, Literal) else self._names[var]
 
 
 def _column(values: list[jax.Array], rows: Sequence[int | None], count: int) -> jax.Array:
@@ -69,14 +69,14 @@ def _column(values: list[jax.Array], rows: Sequence[int | None], count: int) -> 
 
 
 def _known(
-    of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared: Sequence[jax.Array], apart: bool
+    of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[KernelClass], shared: Sequence[jax.Array], apart: bool
 ) -> Iterator[tuple[list[jax.Array | np.int32], Callable[..., list[jax.Array]] | None, list[jax.Array]]]:
     """For one leaf of these kinds after the other what the scalars give: so many values to be handed on, and the results.
 
     Of a leaf that is a part, its row and tables instead of the values, and the function that takes those from these.
     """
     function: Callable[..., list[jax.Array]] = jaxpr_as_fun(of_scalars)
-    leaves = [(kind.rows, kind.at, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
+    leaves = [(kind.rows, kind.table_rows, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
     if len(leaves) == 1 and leaves[0][:2] == (None, None) and (handed <= _APART or not apart):
         found = function(*leaves[0][2], *shared)
         yield found[:handed], None, found[handed:]
@@ -115,7 +115,7 @@ def _known(
     if not apart:  # a loop of a GPU reads its numbers where they lie; to cut them out is a kernel for each leaf
         joined = jax.lax.optimization_barrier(joined)
     times = Counter(() if height is None else (height,) for height in heights)
-    taken_apart = {height: _repeated(partial(cells, height=height), n) for height, n in times.items()}
+    taken_apart = {height: jit_if_repeated(partial(cells, height=height), n) for height, n in times.items()}
     start = 0
     for (_, at, _), rows in zip(leaves, heights, strict=True):
         stop, height = start + (rows or 1), () if rows is None else (rows,)

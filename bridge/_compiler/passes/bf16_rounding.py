@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._ir.jaxpr import apply, at_start, inlined, literal
-from bridge._ir.rounding import bfloat16_bits, of_bits
+from bridge._ir.jaxpr import eval_eqn, initial_env, inline_calls, literal_value
+from bridge._ir.rounding import bfloat16_bits, bfloat16_from_bits
 from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-def by_bits(closed: ClosedJaxpr) -> ClosedJaxpr:
+def round_bf16_by_bits(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program with its bfloat16 results rounded by operations on bits.
 
     XLA's own conversion selects between the rounded value and a NaN, for which LLVM uses narrower vectors. The program is unchanged if
@@ -28,18 +28,18 @@ def by_bits(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     if not any(aval_of(v).dtype == jnp.bfloat16 for v in closed.jaxpr.outvars):
         return closed
-    plain = inlined(closed.jaxpr, closed.consts)
-    last = _rounded_last(plain.jaxpr)
+    plain = inline_calls(closed.jaxpr, closed.consts)
+    last = _final_roundings(plain.jaxpr)
     if last is None:
         return closed
 
     def written(*inputs: jax.Array) -> list[Array]:
-        values = at_start(plain.jaxpr, plain.consts, inputs)
+        values = initial_env(plain.jaxpr, plain.consts, inputs)
         bits: dict[Var, jax.Array] = {}
         made = {v: eqn for eqn in plain.jaxpr.eqns for v in eqn.outvars}
 
         def read(v: Atom) -> Array:
-            return literal(v) if isinstance(v, Literal) else of_bits(bits[v]) if v in bits else values[v]
+            return literal_value(v) if isinstance(v, Literal) else bfloat16_from_bits(bits[v]) if v in bits else values[v]
 
         def bits_of(v: Atom) -> jax.Array:
             return bits[v] if not isinstance(v, Literal) and v in bits else jax.lax.bitcast_convert_type(read(v), np.uint16)
@@ -47,11 +47,11 @@ def by_bits(closed: ClosedJaxpr) -> ClosedJaxpr:
         for eqn in plain.jaxpr.eqns:
             out = eqn.outvars[0] if eqn.outvars else None
             if out is None or out not in last:
-                values |= zip(eqn.outvars, apply(plain.jaxpr, eqn, list(map(read, eqn.invars))), strict=True)
+                values |= zip(eqn.outvars, eval_eqn(plain.jaxpr, eqn, list(map(read, eqn.invars))), strict=True)
             elif eqn.primitive.name == "select_n":
                 bits[out] = jax.lax.select_n(read(eqn.invars[0]), *map(bits_of, eqn.invars[1:]))
             else:
-                bits[out] = bfloat16_bits(read(eqn.invars[0]), _is_computed(eqn.invars[0], made))
+                bits[out] = bfloat16_bits(read(eqn.invars[0]), _comes_from_arithmetic(eqn.invars[0], made))
         return list(map(read, plain.jaxpr.outvars))
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in plain.jaxpr.invars))
@@ -60,15 +60,15 @@ def by_bits(closed: ClosedJaxpr) -> ClosedJaxpr:
 _ARITHMETIC = frozenset({"add", "add_any", "div", "mul", "sqrt", "sub"})  # these return quiet NaNs, which have a high bit set
 
 
-def _is_computed(var: Atom, made: Mapping[Var, Eqn]) -> bool:
+def _comes_from_arithmetic(var: Atom, made: Mapping[Var, Eqn]) -> bool:
     """Return whether all elements come from arithmetic, also through selects; otherwise some may be elements of an input."""
     eqn = None if isinstance(var, Literal) else made.get(var)
     if eqn is None or eqn.primitive.name != "select_n":
         return isinstance(var, Literal) or (eqn is not None and eqn.primitive.name in _ARITHMETIC)
-    return all(_is_computed(v, made) for v in eqn.invars[1:])
+    return all(_comes_from_arithmetic(v, made) for v in eqn.invars[1:])
 
 
-def _rounded_last(jaxpr: Jaxpr) -> set[Var] | None:
+def _final_roundings(jaxpr: Jaxpr) -> set[Var] | None:
     """Return the variables in which bfloat16 results are rounded, and the selects between them.
 
     Return None if a bfloat16 result is neither rounded, nor an input, nor a bitcast, or if another equation reads such a variable.

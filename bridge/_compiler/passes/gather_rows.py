@@ -19,26 +19,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._ir.jaxpr import apply, at_start, literal
+from bridge._ir.jaxpr import eval_eqn, initial_env, literal_value
 from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var
-from bridge._memory.address_space import Scattered, everything
+from bridge._memory.address_space import AddressedRows, process_memory
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-READS = 64  # gathers with addresses of their own, at most
+MAX_GATHERS = 64  # gathers with addresses of their own, at most
 
 
-def signature(count: int, dtype: str, length: int | None = None) -> list[tuple[tuple[int, ...], DTypeLike]]:
+def gather_signatures(count: int, dtype: str, length: int | None = None) -> list[tuple[tuple[int, ...], DTypeLike]]:
     """Return shape and dtype of the array over all memory, and of the addresses of the rows with the zeros of the gathers.
 
     length: the length of each row, for a program that is only compiled to count its bytes: XLA counts the whole operand of a gather.
     """
-    memory = everything(jnp.dtype(dtype)).shape if length is None else (count * length,)
-    return [(memory, dtype), ((count + READS,), np.int64)]
+    memory = process_memory(jnp.dtype(dtype)).shape if length is None else (count * length,)
+    return [(memory, dtype), ((count + MAX_GATHERS,), np.int64)]
 
 
-def over_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[..., list[Array]]:
+def map_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[..., list[Array]]:
     """Return a function that evaluates a program of one row for all rows.
 
     Args:
@@ -47,26 +47,26 @@ def over_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[
       mapped: which inputs have a row for each parameter.
     """
     jaxpr: Jaxpr = closed.jaxpr
-    depends = _dependent(jaxpr, jaxpr.invars[at])
-    times = _times(jaxpr, depends)
+    depends = _dependents(jaxpr, jaxpr.invars[at])
+    times = _count_copies(jaxpr, depends)
     reads = times.get(jaxpr.invars[at], 0)
-    if reads > READS:  # one gather, which XLA materializes: an evaluation for each read would take too long to trace
+    if reads > MAX_GATHERS:  # one gather, which XLA materializes: an evaluation for each read would take too long to trace
         times, reads = Counter[Var](), 1
 
     def one_row(others: list[jax.Array], copies: list[jax.Array]) -> list[Array]:
         # Without copies nothing reads the input.
         inputs = cast(list[Array], [*others[:at], copies[0] if copies else None, *others[at:]])
-        values = at_start(jaxpr, closed.consts, inputs)
+        values = initial_env(jaxpr, closed.consts, inputs)
         made: dict[Var, list[Array]] = {jaxpr.invars[at]: [*copies]} if times else {}
 
         def read(v: Atom) -> Array:
-            return literal(v) if isinstance(v, Literal) else made[v].pop() if v in made else values[v]
+            return literal_value(v) if isinstance(v, Literal) else made[v].pop() if v in made else values[v]
 
         for eqn in jaxpr.eqns:
             several = bool(times) and not depends.isdisjoint(eqn.outvars)
             for _ in range(sum(times.get(v, 0) for v in eqn.outvars) if several else 1):
                 given = {v: read(v) for v in _variables(eqn)}
-                found = apply(jaxpr, eqn, [literal(v) if isinstance(v, Literal) else given[v] for v in eqn.invars])
+                found = eval_eqn(jaxpr, eqn, [literal_value(v) if isinstance(v, Literal) else given[v] for v in eqn.invars])
                 for v, x in zip(eqn.outvars, found, strict=True):
                     if several:
                         made.setdefault(v, []).append(x)
@@ -74,22 +74,22 @@ def over_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[
                         values[v] = x
         return list(map(read, jaxpr.outvars))
 
-    def all_rows(*inputs: jax.Array | Scattered) -> list[Array]:
+    def all_rows(*inputs: jax.Array | AddressedRows) -> list[Array]:
         others = cast(list[jax.Array], [x for i, x in enumerate(inputs) if i != at])
         axes = [0 if each else None for i, each in enumerate(mapped) if i != at]
-        return jax.vmap(one_row, in_axes=(axes, 0))(others, [_read(cast(Scattered, inputs[at]), nth) for nth in range(reads)])
+        return jax.vmap(one_row, in_axes=(axes, 0))(others, [_gather_grads(cast(AddressedRows, inputs[at]), nth) for nth in range(reads)])
 
     return all_rows
 
 
-def _read(far: Scattered, nth: int) -> jax.Array:
+def _gather_grads(far: AddressedRows, nth: int) -> jax.Array:
     count, length = far.shape
-    starts = (far.order[:count] + far.order[count + nth]).reshape(count, 1)
+    starts = (far.row_starts[:count] + far.row_starts[count + nth]).reshape(count, 1)
     rows = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
     return jax.lax.gather(far.memory, starts, rows, (length,), mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _dependent(jaxpr: Jaxpr, given: Var) -> set[Var]:
+def _dependents(jaxpr: Jaxpr, given: Var) -> set[Var]:
     """Return an input and the variables that depend on it."""
     depends = {given}
     for eqn in jaxpr.eqns:
@@ -98,7 +98,7 @@ def _dependent(jaxpr: Jaxpr, given: Var) -> set[Var]:
     return depends
 
 
-def _times(jaxpr: Jaxpr, depends: set[Var]) -> Counter[Var]:
+def _count_copies(jaxpr: Jaxpr, depends: set[Var]) -> Counter[Var]:
     """Return how many copies of each dependent variable there must be, so that each equation and each result reads its own."""
     times = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal) and v in depends)
     for eqn in reversed(jaxpr.eqns):

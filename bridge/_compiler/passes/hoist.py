@@ -9,10 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bridge._ir.classify import REDUCTIONS, elementwise, keeps_elements, spreads
-from bridge._ir.fingerprint import kind_text, params_text
-from bridge._ir.jaxpr import Slices, literal, slice_of, source
-from bridge._ir.numerics import times
+from bridge._ir.classify import REDUCTIONS, is_broadcast, is_elementwise, is_reshape
+from bridge._ir.fingerprint import aval_text, params_text
+from bridge._ir.jaxpr import Slicer, backward_slice, literal_value, producer
+from bridge._ir.numerics import scale_floating
 from bridge._ir.types import Array, Atom, Eqn, Jaxpr, Literal, Var, aval_of
 
 
@@ -29,7 +29,7 @@ class Rest(NamedTuple):
     numbers: list[Var]
 
     @staticmethod
-    def of(behind: Slices, known: AbstractSet[Var], outputs: Sequence[tuple[int, Atom]], size: int) -> Rest | None:
+    def of(behind: Slicer, known: AbstractSet[Var], outputs: Sequence[tuple[int, Atom]], size: int) -> Rest | None:
         """Those of these results that are not known; None where there are none, they need arrays of another size, or other operations.
 
         Args:
@@ -50,10 +50,10 @@ class Rest(NamedTuple):
     def text(self, like: tuple[int, ...]) -> tuple[str, ...]:
         """Equal for the same arithmetic; the shape `like` as L, arrays and numbers in the order in which they are read."""
         names = {v: f"{kind}{i}" for kind, column in (("a", self.arrays), ("n", self.numbers)) for i, v in enumerate(column)}
-        lines = [kind_text(v.aval, like) for v in (*self.arrays, *self.numbers)]
+        lines = [aval_text(v.aval, like) for v in (*self.arrays, *self.numbers)]
         for n, eqn in enumerate(self.eqns):
-            operands = [f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v] for v in eqn.invars]
-            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kind_text(eqn.outvars[0].aval, like)}")
+            operands = [f"{v.val}:{aval_text(v.aval, like)}" if isinstance(v, Literal) else names[v] for v in eqn.invars]
+            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {aval_text(eqn.outvars[0].aval, like)}")
             names |= {v: f"%{n}.{i}" for i, v in enumerate(eqn.outvars)}
         return *lines, *(names[v] for v in self.results)
 
@@ -63,14 +63,14 @@ def known(jaxpr: Jaxpr) -> list[Var]:
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
     hard = [v for eqn in jaxpr.eqns if not by_element(eqn) for v in eqn.outvars]
-    rest = slice_of(jaxpr.eqns, results, hard)
+    rest = backward_slice(jaxpr.eqns, results, hard)
     needed = {*results, *read_by(rest)}
     own = {v for eqn in rest for v in eqn.outvars}
 
     def is_array(v: Var) -> bool:
-        return aval_of(v).size > 1 and not (v in made and spreads(made[v], aval_of(v).size))
+        return aval_of(v).size > 1 and not (v in made and is_broadcast(made[v], aval_of(v).size))
 
-    roots = [source(eqn.invars[0], made, by_element, is_array) for eqn in jaxpr.eqns if sums_up(eqn)]
+    roots = [producer(eqn.invars[0], made, by_element, is_array) for eqn in jaxpr.eqns if sums_up(eqn)]
     stored = [root for root in roots if isinstance(root, Var) and root in own and root not in results]
     others = [eqn for eqn in jaxpr.eqns if not by_element(eqn) and eqn.primitive.name not in REDUCTIONS]
     stored += [v for v in read_by(others) if v in own]  # an operation that is no loop over elements has its arrays stored anyway
@@ -80,7 +80,7 @@ def known(jaxpr: Jaxpr) -> list[Var]:
 def by_element(eqn: Eqn) -> bool:
     """Whether an array is computed, each element from that element of arrays as large, and from single numbers."""
     size = aval_of(eqn.outvars[0]).size if eqn.outvars else 1
-    return size > 1 and (elementwise(eqn, size) or spreads(eqn, size) or keeps_elements(eqn))
+    return size > 1 and (is_elementwise(eqn, size) or is_broadcast(eqn, size) or is_reshape(eqn))
 
 
 def sums_up(eqn: Eqn) -> bool:
@@ -106,14 +106,14 @@ def run(
 
     def read(v: Atom, as_it_is: bool) -> Array:
         if isinstance(v, Literal):
-            return literal(v)
+            return literal_value(v)
         if v in arrays:
-            return arrays[v] if as_it_is or v in half else times(arrays[v], factor)
+            return arrays[v] if as_it_is or v in half else scale_floating(arrays[v], factor)
         return numbers[v] if v in numbers else values[v]
 
     for eqn in eqns:
         chooses = eqn.primitive.name == "select_n"
         found: jax.Array = eqn.primitive.bind(*(read(v, chooses) for v in eqn.invars), **eqn.params)
         widens = eqn.primitive.name == "convert_element_type" and eqn.invars[0] in half
-        values[eqn.outvars[0]] = times(found, factor) if widens else found
+        values[eqn.outvars[0]] = scale_floating(found, factor) if widens else found
     return values

@@ -17,10 +17,10 @@ from bridge._ir.types import PyTree
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-_FEW = 64  # elements up to which a value that depends only on scalars counts as a scalar
+MAX_SCALAR_ELEMENTS = 64  # elements up to which a value that depends only on scalars counts as a scalar
 
 
-class Alike(NamedTuple):
+class KernelClass(NamedTuple):
     """Leaves with one traceable function of (arrays, scalars, common).
 
     arrays, scalars: a pytree for each leaf, with equal structures, shapes and dtypes.
@@ -35,8 +35,8 @@ class Alike(NamedTuple):
     arrays: Sequence[PyTree]
     scalars: Sequence[PyTree]
     rows: int | None = None
-    family: Hashable = None
-    at: Sequence[int] | None = None
+    size_class: Hashable = None
+    table_rows: Sequence[int] | None = None
 
     @property
     def size(self) -> int:
@@ -44,10 +44,10 @@ class Alike(NamedTuple):
         return math.prod(jax.tree.leaves(self.arrays[0])[0].shape[-1:])
 
 
-def _repeated(function: Callable[..., PyTree], times: int) -> Callable[..., PyTree]:
+def jit_if_repeated(function: Callable[..., PyTree], times: int) -> Callable[..., PyTree]:
     """Return the function, jitted if it is called more than once, so that jax traces and lowers it once. XLA inlines each call."""
     return jax.jit(function) if times > 1 else function
 
 
-def _shape(x: ArrayLike) -> jax.ShapeDtypeStruct:
+def abstract_value(x: ArrayLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._ir.classify import elementwise, keeps_elements, reduces, spreads
-from bridge._ir.jaxpr import apply, at_start, in_turn, inlined, slice_of, source
-from bridge._ir.numerics import times
+from bridge._ir.classify import is_broadcast, is_elementwise, is_full_reduction, is_reshape
+from bridge._ir.jaxpr import backward_slice, eval_eqn, eval_eqns, initial_env, inline_calls, producer
+from bridge._ir.numerics import scale_floating
 from bridge._ir.types import Array, Atom, Eqn, Jaxpr, Literal, PyTree, Var, aval_of
 
 
@@ -48,14 +48,16 @@ class Stages:
     def __init__(self, function: Callable[[PyTree], PyTree], inputs: PyTree, size: int) -> None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
         closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
-        closed = inlined(closed.jaxpr, closed.consts)
+        closed = inline_calls(closed.jaxpr, closed.consts)
         self._size, self._structure = size, jax.tree.structure(result)
         self._jaxpr: Jaxpr = closed.jaxpr
         self._consts = closed.consts
         self._made = {var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars}
-        self._sums = [eqn.outvars[0] for eqn in self._jaxpr.eqns if reduces(eqn, size)]
-        self._equal = self._found(lambda eqn, equal: spreads(eqn, size) or self._all_equal(eqn, equal))
-        summed = self._found(lambda eqn, found: reduces(eqn, size) or any(not isinstance(v, Literal) and v in found for v in eqn.invars))
+        self._sums = [eqn.outvars[0] for eqn in self._jaxpr.eqns if is_full_reduction(eqn, size)]
+        self._equal = self._found(lambda eqn, equal: is_broadcast(eqn, size) or self._all_equal(eqn, equal))
+        summed = self._found(
+            lambda eqn, found: is_full_reduction(eqn, size) or any(not isinstance(v, Literal) and v in found for v in eqn.invars)
+        )
         roots = dict.fromkeys(self._root(self._made[var].invars[0]) for var in self._sums)
         self._roots = [var for var in roots if isinstance(var, Var) and var in self._made and var not in summed]
         results = [v for v in dict.fromkeys(v for v in self._jaxpr.outvars if not isinstance(v, Literal)) if v in self._made]
@@ -71,13 +73,13 @@ class Stages:
 
     def _all_equal(self, eqn: Eqn, equal: set[Var]) -> bool:
         known = all(isinstance(v, Literal) or aval_of(v).size == 1 or v in equal for v in eqn.invars)
-        return known and aval_of(eqn.outvars[0]).size == self._size and (elementwise(eqn, self._size) or keeps_elements(eqn))
+        return known and aval_of(eqn.outvars[0]).size == self._size and (is_elementwise(eqn, self._size) or is_reshape(eqn))
 
     def _root(self, var: Atom) -> Atom:
         def by_element(eqn: Eqn) -> bool:
-            return elementwise(eqn, self._size) or keeps_elements(eqn)
+            return is_elementwise(eqn, self._size) or is_reshape(eqn)
 
-        return source(var, self._made, by_element, lambda v: aval_of(v).size == self._size and v not in self._equal)
+        return producer(var, self._made, by_element, lambda v: aval_of(v).size == self._size and v not in self._equal)
 
     def begin(self, inputs: PyTree, one: jax.Array | None) -> Callable[[jax.Array | None], PyTree]:
         """The sums of these inputs; gives a function from a traced 1.0 or None, as of `evaluate`, to the results.
@@ -102,33 +104,33 @@ class Stages:
         """The wanted variables, from the inputs and what is known; all arrays times the factor."""
 
         def scaled(x: Array) -> Array:
-            return times(x, factor) if x.size == self._size else x
+            return scale_floating(x, factor) if x.size == self._size else x
 
-        values: dict[Var, _Value] = at_start(self._jaxpr, self._consts, list(map(scaled, flat)))
+        values: dict[Var, _Value] = initial_env(self._jaxpr, self._consts, list(map(scaled, flat)))
         values |= {var: scaled(x) for var, x in known.items()}
-        read = in_turn(slice_of(self._jaxpr.eqns, wanted, known), values, self._apply)
+        read = eval_eqns(backward_slice(self._jaxpr.eqns, wanted, known), values, self._apply)
         return [known[v] if not isinstance(v, Literal) and v in known else _array(read(v), _shape(v)) for v in wanted]
 
     def _apply(self, eqn: Eqn, operands: list[_Value]) -> Sequence[_Value]:
         """The results of one operation, as numbers or choices of numbers where all elements are."""
         size = self._size
-        if spreads(eqn, size) and not isinstance(operands[0], _Spread | _Choice):
+        if is_broadcast(eqn, size) and not isinstance(operands[0], _Spread | _Choice):
             return [_Spread(operands[0].reshape(()))]
-        if keeps_elements(eqn) and isinstance(operands[0], _Spread | _Choice):
+        if is_reshape(eqn) and isinstance(operands[0], _Spread | _Choice):
             return operands
-        if reduces(eqn, size) and isinstance(operands[0], _Spread | _Choice) and eqn.primitive.name != "reduce_prod":
+        if is_full_reduction(eqn, size) and isinstance(operands[0], _Spread | _Choice) and eqn.primitive.name != "reduce_prod":
             return [self._reduced(eqn, operands[0]).reshape(aval_of(eqn.outvars[0]).shape)]
-        if elementwise(eqn, size) and aval_of(eqn.outvars[0]).size == size:
+        if is_elementwise(eqn, size) and aval_of(eqn.outvars[0]).size == size:
             found = self._elementwise(eqn, operands)
             if found is not None:
                 return [found]
-        return apply(self._jaxpr, eqn, [_array(x, _shape(v)) for x, v in zip(operands, eqn.invars, strict=True)])
+        return eval_eqn(self._jaxpr, eqn, [_array(x, _shape(v)) for x, v in zip(operands, eqn.invars, strict=True)])
 
     def _elementwise(self, eqn: Eqn, operands: list[_Value]) -> _Spread | _Choice | None:
         numbers = [x.number if isinstance(x, _Spread) else x for x in operands]
         arrays = {id(x): x for x in numbers if isinstance(x, _Choice) or x.size > 1}
         if not arrays:
-            return _Spread(apply(self._jaxpr, eqn, [x.reshape(()) for x in numbers if not isinstance(x, _Choice)])[0])
+            return _Spread(eval_eqn(self._jaxpr, eqn, [x.reshape(()) for x in numbers if not isinstance(x, _Choice)])[0])
         which = numbers[0]
         is_choice = eqn.primitive.name == "select_n" and any(isinstance(x, _Spread) for x in operands[1:])
         if is_choice and not isinstance(which, _Choice) and which.size == 1:
@@ -144,7 +146,7 @@ class Stages:
             return jax.lax.select_n(value.which, *(self._reduced(eqn, case) for case in value.cases))
         if isinstance(value, _Spread):
             return value.number * np.asarray(self._size).astype(value.number.dtype) if eqn.primitive.name == "reduce_sum" else value.number
-        return apply(self._jaxpr, eqn, [value.reshape(_shape(eqn.invars[0]))])[0].reshape(())
+        return eval_eqn(self._jaxpr, eqn, [value.reshape(_shape(eqn.invars[0]))])[0].reshape(())
 
 
 def _array(value: _Value, shape: tuple[int, ...]) -> Array:

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge._tracing.op_registry import primitive
+from bridge._tracing.op_registry import builtin_op
 from bridge._tracing.promotion import jax_dtype
 
-from .layers import rows_of
+from .layers import take_rows
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # the values of `mode` in torch.embedding_bag
 
 
-@primitive("embedding_bag")
+@builtin_op("embedding_bag")
 def embedding_bag(
     weight: jax.Array,
     indices: jax.Array,
@@ -39,11 +39,11 @@ def embedding_bag(
     counts = jnp.ones(n, bool)
     if padding_idx is not None and padding_idx >= -weight.shape[0]:
         counts = indices != padding_idx % weight.shape[0]
-    rows = rows_of(weight, indices, scale_grad_by_freq)
+    rows = take_rows(weight, indices, scale_grad_by_freq)
     rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
     sizes = jax.ops.segment_sum(counts.astype(long), bag, bags)
     if mode == _MAX:
-        out, largest = _largest(rows, indices, counts, bag, bags)
+        out, largest = _bag_max(rows, indices, counts, bag, bags)
     else:
         out = jax.ops.segment_sum(jnp.where(counts[:, None], rows, jnp.zeros((), rows.dtype)), bag, bags)
         largest = sizes
@@ -52,7 +52,7 @@ def embedding_bag(
     return out, bag.astype(long), sizes, largest.astype(long)
 
 
-def _largest(rows: Any, indices: Any, counts: Any, bag: Any, bags: int) -> tuple[Any, Any]:
+def _bag_max(rows: Any, indices: Any, counts: Any, bag: Any, bags: int) -> tuple[Any, Any]:
     """Return the maximum of each bag and its index in the weight, or zeros for an empty bag.
 
     The first of equal elements is gathered, so that the gradient goes to one element.

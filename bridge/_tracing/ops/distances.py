@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge._tracing.op_registry import op
-from bridge._tracing.promotion import promoted
+from bridge._tracing.promotion import promote
 
 from .elementwise import add, norm, sub
-from .subgradients import root
+from .subgradients import safe_sqrt
 
 
 @op("cosine_similarity")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Return the cosine of the angle between vectors along `dim`."""
-    x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
+    x1, x2 = jnp.broadcast_arrays(*promote(x1, x2))
     if x1.ndim == 0:
         return cosine_similarity(x1[None], x2[None], 0, eps)
-    lengths = [jnp.maximum(root(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
+    lengths = [jnp.maximum(safe_sqrt(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
     return jnp.sum(x1 / lengths[0] * (x2 / lengths[1]), dim)
 
 

@@ -15,17 +15,17 @@ import torch
 from jax import lax
 from jax.core import Tracer
 
-from bridge._tracing.context import where_now
-from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.context import current_module_path
+from bridge._tracing.functionalization import write_without_grad
 from bridge._tracing.op_registry import Op, add_ops, op
-from bridge._tracing.promotion import default_float, jax_dtype, promoted
+from bridge._tracing.promotion import default_float, jax_dtype, promote
 
-from .subgradients import absolute, angle, argument, copysign, flat_at_zero, maximum, minimum, power, root, sign
+from .subgradients import absolute, angle, arctan2, copysign, maximum, minimum, power, safe_sqrt, sign, zero_subgradient_at_zero
 
 Dims = int | Sequence[int] | None
 
 
-def floating(x: Any) -> Any:
+def to_floating(x: Any) -> Any:
     """Return x in a floating dtype: torch's functions of real numbers accept integers."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(default_float())
 
@@ -46,13 +46,13 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
-def nonzero(x: Any) -> Any:
+def is_nonzero(x: Any) -> Any:
     """Return whether each element is nonzero; bools as they are."""
     x = jnp.asarray(x)
     return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
 
 
-def _squared(x: Any) -> jax.Array:
+def _square(x: Any) -> jax.Array:
     return jnp.square(cast(x, torch.int64) if x.dtype == bool else x)
 
 
@@ -63,13 +63,13 @@ def _register_unary() -> None:
     names |= {f"arc{name[1:]}": f for name, f in names.items() if name.startswith("a")}
     names |= {"rsqrt": lax.rsqrt, "sigmoid": jax.nn.sigmoid, "special_expit": jax.nn.sigmoid, "erf": lax.erf, "erfc": lax.erfc}
     names |= {"erfinv": lax.erf_inv, "lgamma": lax.lgamma, "reciprocal": jnp.reciprocal}
-    names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "angle": argument}
+    names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "angle": angle}
     for name, f in names.items():
-        op(name)(lambda input, f=f: f(floating(input)))
-    for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~nonzero(x)}.items():
+        op(name)(lambda input, f=f: f(to_floating(input)))
+    for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~is_nonzero(x)}.items():
         op(name)(lambda input, f=f: f(input))
     same = {"abs absolute __abs__": absolute, "neg negative __neg__": jnp.negative, "positive __pos__": jnp.asarray, "sign sgn": sign}
-    same |= {"floor": jnp.floor, "ceil": jnp.ceil, "trunc fix": jnp.trunc, "square": _squared, "bitwise_not __invert__": jnp.invert}
+    same |= {"floor": jnp.floor, "ceil": jnp.ceil, "trunc fix": jnp.trunc, "square": _square, "bitwise_not __invert__": jnp.invert}
     for aliases, f in same.items():
         op(*aliases.split())(lambda input, f=f: f(input))
 
@@ -90,7 +90,7 @@ def frac(input: Any) -> jax.Array:
 
 
 def _register_binary() -> None:
-    table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": log_add_exp, "xlogy": _xlogy}
+    table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": logaddexp, "xlogy": _xlogy}
     table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot}
     table |= {"fmax": lambda a, b: jnp.where((a >= b) | (b != b), a, b), "fmin": lambda a, b: jnp.where((a <= b) | (b != b), a, b)}
     table |= {"mul": _mul, "multiply": _mul, "__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
@@ -101,15 +101,15 @@ def _register_binary() -> None:
     table |= {"le": operator.le, "less_equal": operator.le, "gt": operator.gt, "greater": operator.gt}
     table |= {"ge": operator.ge, "greater_equal": operator.ge}
     for name, f in table.items():
-        op(name)(lambda input, other, f=f: f(*promoted(input, other)))
-    for aliases, f in {"atan2 arctan2": angle, "copysign": copysign}.items():
-        op(*aliases.split())(lambda input, other, f=f: f(*map(floating, promoted(input, other))))
+        op(name)(lambda input, other, f=f: f(*promote(input, other)))
+    for aliases, f in {"atan2 arctan2": arctan2, "copysign": copysign}.items():
+        op(*aliases.split())(lambda input, other, f=f: f(*map(to_floating, promote(input, other))))
     for name, f, unlike in (("__eq__", operator.eq, False), ("__ne__", operator.ne, True)):  # with None or a string, no error
-        op(name)(lambda input, other, f=f, unlike=unlike: unlike if isinstance(other, str | None) else f(*promoted(input, other)))
+        op(name)(lambda input, other, f=f, unlike=unlike: unlike if isinstance(other, str | None) else f(*promote(input, other)))
     for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
-        op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
+        op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promote(other, input)))
     for name, f in {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}.items():
-        op(name)(lambda input, other, f=f: f(nonzero(input), nonzero(other)))
+        op(name)(lambda input, other, f=f: f(is_nonzero(input), is_nonzero(other)))
 
 
 def _mul(a: Any, b: Any) -> Any:
@@ -117,11 +117,11 @@ def _mul(a: Any, b: Any) -> Any:
 
 
 def _xlogy(a: Any, b: Any) -> jax.Array:
-    a, b = floating(a), floating(b)
+    a, b = to_floating(a), to_floating(b)
     return jax.scipy.special.xlogy(jnp.where((a == 0) & (b <= 0), lax.stop_gradient(a), a), b)
 
 
-def log_add_exp(a: Any, b: Any) -> jax.Array:
+def logaddexp(a: Any, b: Any) -> jax.Array:
     """Return log(exp(a) + exp(b)).
 
     For complex numbers torch adds the one with the larger real part outside of the logarithm, so its angle keeps all turns.
@@ -144,13 +144,13 @@ _register_binary()
 @op("add", "__add__", "__radd__")
 def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """Return input + alpha * other."""
-    a, b = promoted(input, other)
+    a, b = promote(input, other)
     if a.dtype == bool:
         return jnp.logical_or(a, jnp.logical_and(b, bool(alpha)))
-    return a + _times(b, alpha)
+    return a + _scale_by_alpha(b, alpha)
 
 
-def _times(x: Any, alpha: Any) -> Any:
+def _scale_by_alpha(x: Any, alpha: Any) -> Any:
     """Return x * alpha. A negative alpha wraps around in unsigned dtypes, as in torch."""
     if isinstance(alpha, int | float) and alpha == 1:
         return x
@@ -161,26 +161,26 @@ def _times(x: Any, alpha: Any) -> Any:
 @op("sub", "subtract", "__sub__")
 def sub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """Return input - alpha * other."""
-    a, b = promoted(input, other)
-    return a - _times(b, alpha)
+    a, b = promote(input, other)
+    return a - _scale_by_alpha(b, alpha)
 
 
 @op("rsub", "__rsub__")
 def rsub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """Return other - alpha * input."""
-    a, b = promoted(input, other)
-    return b - _times(a, alpha)
+    a, b = promote(input, other)
+    return b - _scale_by_alpha(a, alpha)
 
 
 @op("div", "divide", "true_divide", "__div__", "__truediv__")
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     """Return input / other. Integers give torch's default dtype, unless `rounding_mode` is set."""
-    a, b = promoted(input, other)
+    a, b = promote(input, other)
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
     if rounding_mode == "trunc":
         return jnp.trunc(a / b) if jnp.issubdtype(a.dtype, jnp.inexact) else lax.div(*jnp.broadcast_arrays(a, b))
-    return floating(a) / floating(b)
+    return to_floating(a) / to_floating(b)
 
 
 @op("__rtruediv__", "__rdiv__")
@@ -193,20 +193,21 @@ def rdiv(input: Any, other: Any) -> Any:
 def pow_(input: Any, exponent: Any) -> jax.Array:
     """Return input ** exponent. A whole exponent becomes multiplications, whose derivative is also right at zero."""
     if isinstance(exponent, int | float) and not isinstance(exponent, bool) and abs(exponent) < 64 and exponent == int(exponent):
-        base = promoted(input, exponent)[0]
+        base = promote(input, exponent)[0]
         if exponent < 0 and not jnp.issubdtype(base.dtype, jnp.inexact):
             raise RuntimeError(
-                f"A tensor of {base.dtype} is raised to the power {exponent} {where_now()}, and torch raises integers to no negative "
+                f"A tensor of {base.dtype} is raised to the power {exponent} {current_module_path()}, and torch raises integers to no "
+                "negative "
                 "number. Convert the tensor to a floating dtype first."
             )
         return lax.integer_pow(base, int(exponent))
     if isinstance(exponent, float) and exponent == 0.5:
-        return jnp.sqrt(floating(input))
-    a, b = promoted(input, exponent)
-    return _whole_power(a, b) if jnp.issubdtype(a.dtype, jnp.signedinteger) else power(a, b)
+        return jnp.sqrt(to_floating(input))
+    a, b = promote(input, exponent)
+    return _integer_power(a, b) if jnp.issubdtype(a.dtype, jnp.signedinteger) else power(a, b)
 
 
-def _whole_power(a: Any, b: Any) -> jax.Array:
+def _integer_power(a: Any, b: Any) -> jax.Array:
     """Return a ** b of integers. A negative exponent gives a truncated result: 0 except for the bases 1 and -1."""
     one = jnp.ones((), a.dtype)
     inverse = jnp.where(a == one, one, jnp.where(a == -one, 1 - 2 * (b % 2), jnp.zeros((), a.dtype)))
@@ -226,7 +227,7 @@ def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
     The gradient passes at the bounds and is zero at NaN, as in torch.
     """
     given = [x for x in (min, max) if x is not None]
-    input, *bounds = promoted(input, *given)
+    input, *bounds = promote(input, *given)
     low = None if min is None else bounds[0]
     high = None if max is None else bounds[-1]
     value = input if low is None else jnp.maximum(input, low)
@@ -238,7 +239,7 @@ def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
     if high is not None:
         inside &= input <= high
         source = jnp.where(input > high if low is None else (input > high) | (high < low), high, source)
-    return unnoticed(jnp.where(inside, input, source), value)
+    return write_without_grad(jnp.where(inside, input, source), value)
 
 
 @op("clamp_min")
@@ -257,7 +258,7 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Any:
     """Return elements of `input` where the condition is True, else of `other`. Without both, return the indices of True."""
     if input is None:
         return jnp.where(condition)
-    return jnp.where(condition, *promoted(input, other))
+    return jnp.where(condition, *promote(input, other))
 
 
 def _where_method(input: Any, condition: Any, other: Any) -> Any:
@@ -276,14 +277,14 @@ def masked_fill(input: jax.Array, mask: Any, value: Any) -> jax.Array:
 @op("lerp")
 def lerp(input: Any, end: Any, weight: Any) -> Any:
     """Return input + weight * (end - input)."""
-    input, end, weight = promoted(input, end, weight)
+    input, end, weight = promote(input, end, weight)
     return input + weight * (end - input)
 
 
 @op("addcmul")
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
     """Return input + value * tensor1 * tensor2."""
-    return add(input, _mul(*promoted(tensor1, tensor2)), alpha=value)
+    return add(input, _mul(*promote(tensor1, tensor2)), alpha=value)
 
 
 @op("addcdiv")
@@ -298,7 +299,7 @@ def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None
     return jnp.nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
-def places(index: Any, size: int) -> Any:
+def disallow_negative_indices(index: Any, size: int) -> Any:
     """Replace negative indices by one that is out of range. torch rejects them, and jax would count them from the end."""
     if not jnp.issubdtype(index.dtype, jnp.signedinteger):
         return index
@@ -306,45 +307,45 @@ def places(index: Any, size: int) -> Any:
     return jnp.where(index < 0, size, index)
 
 
-def axes(dim: Dims) -> Any:
+def numpy_axes(dim: Dims) -> Any:
     """Return numpy's `axis` for torch's `dim`. None and () mean all dims."""
     return None if dim is None or (not isinstance(dim, int) and len(dim) == 0) else dim if isinstance(dim, int) else tuple(dim)
 
 
-def lines(handler: Any) -> Any:
+def allow_scalar_input(handler: Any) -> Any:
     """Wrap a function along a dim so that it accepts a 0-d input: torch treats it as a vector of one element."""
 
     @functools.wraps(handler)
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(input, *args, **kwargs) if jnp.ndim(input) else numbers(handler(input[None], *args, **kwargs))
+        return handler(input, *args, **kwargs) if jnp.ndim(input) else squeeze_to_scalars(handler(input[None], *args, **kwargs))
 
     return run
 
 
-def numbers(out: Any) -> Any:
+def squeeze_to_scalars(out: Any) -> Any:
     """Return vectors of one element, alone or in a tuple, as 0-d arrays."""
-    return type(out)(list(map(numbers, out))) if isinstance(out, tuple) else out.reshape(())
+    return type(out)(list(map(squeeze_to_scalars, out))) if isinstance(out, tuple) else out.reshape(())
 
 
 @op("sum")
-@lines
+@allow_scalar_input
 def sum_(input: jax.Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """Return the sum. Bools and integers are summed in int64, as in torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
     input = cast(input, dtype)
-    return jnp.sum(input, axis=axes(dim), keepdims=keepdim, dtype=input.dtype)
+    return jnp.sum(input, axis=numpy_axes(dim), keepdims=keepdim, dtype=input.dtype)
 
 
 @op("mean")
-@lines
+@allow_scalar_input
 def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """Return the mean."""
-    return jnp.mean(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
+    return jnp.mean(cast(input, dtype), axis=numpy_axes(dim), keepdims=keepdim)
 
 
 @op("prod")
-@lines
+@allow_scalar_input
 def prod(input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """Return the product. Bools and integers are multiplied in int64, as in torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
@@ -354,44 +355,44 @@ def prod(input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dty
 
 
 @op("var")
-@lines
+@allow_scalar_input
 def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> jax.Array:
     """Return the variance, by default with Bessel's correction."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     ddof: Any = correction if correction is not None else 1 if unbiased else 0
-    return jnp.var(input, axis=axes(dim), keepdims=keepdim, ddof=ddof)
+    return jnp.var(input, axis=numpy_axes(dim), keepdims=keepdim, ddof=ddof)
 
 
 @op("std")
-@lines
+@allow_scalar_input
 def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> jax.Array:
     """Return the square root of `var`."""
-    return root(var(input, dim, unbiased, keepdim, correction=correction))
+    return safe_sqrt(var(input, dim, unbiased, keepdim, correction=correction))
 
 
 @op("var_mean")
-@lines
+@allow_scalar_input
 def var_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """Return the variance and the mean."""
     return var(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
 
 
 @op("std_mean")
-@lines
+@allow_scalar_input
 def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """Return the standard deviation and the mean."""
     return std(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
 
 
 @op("all")
-@lines
+@allow_scalar_input
 def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> jax.Array:
     """Return whether all elements are nonzero, as uint8 for uint8 and as bool for other dtypes."""
-    return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
+    return jnp.all(is_nonzero(input), axis=numpy_axes(dim), keepdims=keepdim).astype(_predicate_dtype(input))
 
 
-def _answer(x: Any) -> Any:
+def _predicate_dtype(x: Any) -> Any:
     return x.dtype if x.dtype == jnp.uint8 else bool
 
 
@@ -409,33 +410,33 @@ def is_all_true(input: Any) -> Any:
 
 
 @op("any")
-@lines
+@allow_scalar_input
 def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> jax.Array:
     """Return whether any element is nonzero, as uint8 for uint8 and as bool for other dtypes."""
-    return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
+    return jnp.any(is_nonzero(input), axis=numpy_axes(dim), keepdims=keepdim).astype(_predicate_dtype(input))
 
 
 @op("amax")
-@lines
+@allow_scalar_input
 def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> jax.Array:
     """Return the largest element. Equal elements share the gradient, as in torch."""
-    return jnp.max(input, axis=axes(dim), keepdims=keepdim)
+    return jnp.max(input, axis=numpy_axes(dim), keepdims=keepdim)
 
 
 @op("amin")
-@lines
+@allow_scalar_input
 def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> jax.Array:
     """Return the smallest element. Equal elements share the gradient, as in torch."""
-    return jnp.min(input, axis=axes(dim), keepdims=keepdim)
+    return jnp.min(input, axis=numpy_axes(dim), keepdims=keepdim)
 
 
 @op("linalg_vector_norm")
-@lines
+@allow_scalar_input
 def norm(input: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """Return the p-norm of all elements, or along dims."""
-    p, x, axis = ord, cast(input, dtype), axes(dim)
+    p, x, axis = ord, cast(input, dtype), numpy_axes(dim)
     if p in (None, "fro", 2):
-        return root(jnp.sum(jnp.square(absolute(x)), axis=axis, keepdims=keepdim))
+        return safe_sqrt(jnp.sum(jnp.square(absolute(x)), axis=axis, keepdims=keepdim))
     if math.isinf(p):
         return (jnp.max if p > 0 else jnp.min)(absolute(x), axis=axis, keepdims=keepdim)
     if p == 0:
@@ -447,5 +448,5 @@ def norm(input: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, d
         whole = pow_(jnp.sum(pow_(absolute(jnp.where(zero, jnp.ones_like(x), x)), p), axis=axis, keepdims=keepdim), 1 / p)
         return jnp.where(jnp.any(zero, axis=axis, keepdims=keepdim), jnp.zeros_like(whole), whole)
     power = functools.partial(pow_, exponent=p)
-    powers = flat_at_zero(power, absolute(x)) if 0 < p < 1 else power(absolute(x))
-    return flat_at_zero(lambda whole: pow_(whole, 1 / p), jnp.sum(powers, axis=axis, keepdims=keepdim))
+    powers = zero_subgradient_at_zero(power, absolute(x)) if 0 < p < 1 else power(absolute(x))
+    return zero_subgradient_at_zero(lambda whole: pow_(whole, 1 / p), jnp.sum(powers, axis=axis, keepdims=keepdim))

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from bridge._tracing.context import where_now
-from bridge._tracing.functionalization import unnoticed
-from bridge._tracing.op_registry import Op, add_ops, leaves
-from bridge._tracing.tensor import Traced, View, as_array
+from bridge._tracing.context import current_module_path
+from bridge._tracing.functionalization import write_without_grad
+from bridge._tracing.op_registry import Op, add_ops, iter_leaves
+from bridge._tracing.tensor import TracedTensor, ViewSpec, as_array
 
 
-def _key(key: Any) -> Any:
+def _to_jax_key(key: Any) -> Any:
     """Convert torch's index to jax's: tensors and lists become arrays."""
     if isinstance(key, tuple):
-        return tuple(map(_key, key))
+        return tuple(map(_to_jax_key, key))
     if isinstance(key, list):
         return np.asarray(key) if key and all(isinstance(k, bool) for k in key) else jnp.asarray([as_array(k) for k in key])
     if isinstance(key, slice):
@@ -33,65 +33,66 @@ def _key(key: Any) -> Any:
         return key.astype(bool)
 
 
-def _is_number(k: Any) -> bool:
+def _is_integer_index(k: Any) -> bool:
     if isinstance(k, jax.Array | np.ndarray):
         return k.shape == () and k.dtype != bool
     return isinstance(k, int) and not isinstance(k, bool)
 
 
-def _is_tensor(k: Any) -> bool:
-    return isinstance(k, jax.Array | np.ndarray) and not _is_number(k)
+def _is_array_index(k: Any) -> bool:
+    return isinstance(k, jax.Array | np.ndarray) and not _is_integer_index(k)
 
 
-def _parted(key: Any) -> tuple[Any, Any]:
+def _split_key(key: Any) -> tuple[Any, Any]:
     """Split torch's index of integers and tensors into two jax indices: first integers, slices and new dims, then tensors.
 
     NumPy treats an integer like a tensor. If a slice lies between them, NumPy moves the indexed dims to the front.
     """
-    if not isinstance(key, tuple) or not any(map(_is_number, key)) or not any(map(_is_tensor, key)):
+    if not isinstance(key, tuple) or not any(map(_is_integer_index, key)) or not any(map(_is_array_index, key)):
         return key, None
     first, then = [], []
     for k in key:
-        width = k.ndim if _is_tensor(k) and k.dtype == bool else 1
-        first += [slice(None)] * width if _is_tensor(k) else [k]
-        then += [k] if _is_tensor(k) or k is Ellipsis else [] if _is_number(k) else [slice(None)]
+        width = k.ndim if _is_array_index(k) and k.dtype == bool else 1
+        first += [slice(None)] * width if _is_array_index(k) else [k]
+        then += [k] if _is_array_index(k) or k is Ellipsis else [] if _is_integer_index(k) else [slice(None)]
     return tuple(first), tuple(then)
 
 
 def _take(array: Any, key: Any) -> Any:
-    first, then = _parted(key)
+    first, then = _split_key(key)
     try:
         return array[first] if then is None else array[first][then]
     except jax.errors.NonConcreteBooleanIndexError as error:
-        raise _of_values() from error
+        raise _dynamic_mask_error() from error
 
 
 def _put(array: Any, key: Any, value: Any) -> Any:
-    first, then = _parted(key)
+    first, then = _split_key(key)
     try:
         return array.at[first].set(value) if then is None else array.at[first].set(array[first].at[then].set(value))
     except jax.errors.NonConcreteBooleanIndexError as error:
-        raise _of_values() from error
+        raise _dynamic_mask_error() from error
 
 
-def _of_values() -> NotImplementedError:
+def _dynamic_mask_error() -> NotImplementedError:
     """Return the error for a mask whose values decide a shape."""
     return NotImplementedError(
-        f"A boolean mask is an index {where_now()}, and how many elements it chooses depends on values, which one compiled program cannot "
+        f"A boolean mask is an index {current_module_path()}, and how many elements it chooses depends on values, which one compiled "
+        "program cannot "
         "follow. Use torch.where(mask, ...), masked_fill, or multiply by the mask."
     )
 
 
 def getitem(input: Any, key: Any) -> Any:
     """Return input[key]. The result is a view unless the key contains a tensor."""
-    array, made = as_array(input), _key(key)
-    _in_range(array, made)
-    if isinstance(input, Traced) and not any(isinstance(k, jax.Array | np.ndarray) for k in leaves(made)):
-        return Traced(_take(array, made), input, View(_take, (made,), {}, None, operator.getitem))
+    array, made = as_array(input), _to_jax_key(key)
+    _check_in_range(array, made)
+    if isinstance(input, TracedTensor) and not any(isinstance(k, jax.Array | np.ndarray) for k in iter_leaves(made)):
+        return TracedTensor(_take(array, made), input, ViewSpec(_take, (made,), {}, None, operator.getitem))
     return _take(array, made)
 
 
-def _in_range(array: Any, key: Any) -> None:
+def _check_in_range(array: Any, key: Any) -> None:
     """Raise IndexError for an integer that is out of range. jax would clamp it."""
     dim = 0
     for k in key if isinstance(key, tuple) else (key,):
@@ -104,25 +105,26 @@ def _in_range(array: Any, key: Any) -> None:
 
 def setitem(input: Any, key: Any, value: Any) -> None:
     """Execute input[key] = value."""
-    if not isinstance(input, Traced):
+    if not isinstance(input, TracedTensor):
         raise ValueError(
-            f"a traced value is written into a plain torch tensor {where_now()}. Register it as a buffer, or make it inside forward."
+            f"a traced value is written into a plain torch tensor {current_module_path()}. Register it as a buffer, or make it inside "
+            "forward."
         )
-    array, made = input.value, _key(key)
-    _in_range(array, made)
+    array, made = input.value, _to_jax_key(key)
+    _check_in_range(array, made)
     value = jnp.asarray(as_array(value), array.dtype)
     trimmed = jnp.squeeze(value, tuple(range(next((i for i, n in enumerate(value.shape) if n != 1), value.ndim))))
-    chosen = _chosen(made, array.shape, trimmed.shape)
+    chosen = _as_full_mask(made, array.shape, trimmed.shape)
     if chosen is not None:
         new = jnp.where(chosen, trimmed, array)
     else:
         while value.ndim and value.shape[0] == 1 and value.ndim > jax.eval_shape(lambda a: _take(a, made), array).ndim:
             value = value[0]
         new = _put(array, made, value)
-    input.value = new if torch.is_grad_enabled() else unnoticed(array, new)
+    input.value = new if torch.is_grad_enabled() else write_without_grad(array, new)
 
 
-def _chosen(key: Any, shape: tuple[int, ...], value: tuple[int, ...]) -> Any:
+def _as_full_mask(key: Any, shape: tuple[int, ...], value: tuple[int, ...]) -> Any:
     """Return an index of one mask and full slices as a mask over all dims of an array of this shape, or None for another index.
 
     Return None too if a value of that shape does not broadcast over the dims behind the mask: it may have one number for each masked

@@ -16,13 +16,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from bridge._tracing.context import next_key
-from bridge._tracing.functionalization import unnoticed
-from bridge._tracing.materialize import gradient_once, on_cpu, once
-from bridge._tracing.op_registry import Op, add_ops, op, primitive
+from bridge._tracing.functionalization import write_without_grad
+from bridge._tracing.materialize import materialize, materialize_grad, on_cpu
+from bridge._tracing.op_registry import Op, add_ops, builtin_op, op
 from bridge._tracing.tensor import as_array
 
-from .attention import attended, bounded
-from .elementwise import cast, floating, lines, places
+from .attention import mask_scores, softmax_matmul
+from .elementwise import allow_scalar_input, cast, disallow_negative_indices, to_floating
 from .subgradients import relu
 
 
@@ -34,8 +34,8 @@ def _register_activations() -> None:
         "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543772),
         "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
         "logsigmoid log_sigmoid": jax.nn.log_sigmoid,
-        "softsign": lambda x: jax.nn.soft_sign(floating(x)),
-        "tanhshrink": lambda x: floating(x) - jnp.tanh(floating(x)),
+        "softsign": lambda x: jax.nn.soft_sign(to_floating(x)),
+        "tanhshrink": lambda x: to_floating(x) - jnp.tanh(to_floating(x)),
         "hardswish": lambda x: x * hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
         "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
     }
@@ -65,7 +65,7 @@ def _gelu(again: bool, x: Any) -> jax.Array:
 def _(again: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (x,), (change,) = primals, tangents
     half, root, top = (jnp.asarray(y, x.dtype) for y in (0.5, math.sqrt(0.5), 1 / math.sqrt(2 * math.pi)))
-    share = half * (1 + lax.erf(x * once(root, again)))
+    share = half * (1 + lax.erf(x * materialize(root, again)))
     return _gelu(again, x), (share + x * (top * jnp.exp(-half * x * x))) * change
 
 
@@ -78,16 +78,16 @@ def leaky_relu(input: jax.Array, negative_slope: float = 0.01, inplace: bool = F
 @op("elu")
 def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> jax.Array:
     """Return x, or alpha * (exp(x) - 1) below zero."""
-    return _exponential_below(input, alpha, 1.0)
+    return _generalized_elu(input, alpha, 1.0)
 
 
 @op("celu")
 def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> jax.Array:
     """Return x, or alpha * (exp(x / alpha) - 1) below zero."""
-    return _exponential_below(input, alpha, 1 / alpha)
+    return _generalized_elu(input, alpha, 1 / alpha)
 
 
-def _exponential_below(x: Any, alpha: float, slope: float) -> jax.Array:
+def _generalized_elu(x: Any, alpha: float, slope: float) -> jax.Array:
     """Return x, or alpha * (exp(slope * x) - 1) up to zero. The gradient passes at NaN, as in torch."""
     below = x <= 0
     return jnp.where(below, alpha * jnp.expm1(slope * jnp.where(below, x, jnp.zeros((), x.dtype))), x)
@@ -139,25 +139,25 @@ def glu(input: Any, dim: int = -1) -> jax.Array:
     return jax.nn.glu(input, axis=dim)
 
 
-def _shares(function: Any, input: Any, dim: int | None) -> Any:
+def _with_default_dim(function: Any, input: Any, dim: int | None) -> Any:
     """Apply a function along `dim`; None means torch's legacy default."""
     return function(input, axis=dim if dim is not None else 0 if input.ndim in (1, 3) else 1)
 
 
 @op("softmax", "special_softmax")
-@lines
+@allow_scalar_input
 def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Return the softmax along a dim."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
-    return _shares(jax.nn.softmax, cast(input, dtype), dim)
+    return _with_default_dim(jax.nn.softmax, cast(input, dtype), dim)
 
 
 @op("log_softmax", "special_log_softmax")
-@lines
+@allow_scalar_input
 def log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Return the logarithm of `softmax`."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
-    return _shares(jax.nn.log_softmax, cast(input, dtype), dim)
+    return _with_default_dim(jax.nn.log_softmax, cast(input, dtype), dim)
 
 
 @op("softmin")
@@ -166,7 +166,7 @@ def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any
     return softmax(-input, dim, dtype=dtype)
 
 
-def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> jax.Array:
+def _dropout_factors(shape: tuple[int, ...], p: float, what: str, input: Any) -> jax.Array:
     """Return a random mask of `shape`, divided by the probability to keep an element."""
     if p >= 1:
         return jnp.zeros(shape, input.dtype)
@@ -177,7 +177,7 @@ def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> jax.Array:
 @op("dropout")
 def dropout(input: jax.Array, p: float = 0.5, training: bool = True, inplace: bool = False) -> jax.Array:
     """Drop elements by the call's key. No key is needed if nothing can be dropped."""
-    return input * _kept(input.shape, p, "dropout", input) if training and p > 0 else input
+    return input * _dropout_factors(input.shape, p, "dropout", input) if training and p > 0 else input
 
 
 @op("native_dropout")
@@ -185,7 +185,7 @@ def native_dropout(input: jax.Array, p: float, training: bool | None) -> Any:
     """Return `dropout`, and the mask of kept elements."""
     if training is False or p == 0:
         return input, jnp.ones(input.shape, bool)
-    kept = _kept(input.shape, p, "dropout", input)
+    kept = _dropout_factors(input.shape, p, "dropout", input)
     return input * kept, kept != 0
 
 
@@ -193,10 +193,10 @@ def native_dropout(input: jax.Array, p: float, training: bool | None) -> Any:
 def feature_dropout(input: jax.Array, p: float = 0.5, training: bool = True, inplace: bool = False) -> jax.Array:
     """Drop whole channels by the call's key."""
     shape = input.shape[:2] + (1,) * (input.ndim - 2)
-    return input * _kept(shape, p, "dropout of channels", input) if training and p > 0 else input
+    return input * _dropout_factors(shape, p, "dropout of channels", input) if training and p > 0 else input
 
 
-def _to_the_floor(input: Any, p: float, training: bool, shape: tuple[int, ...], what: str) -> Any:
+def _alpha_dropout(input: Any, p: float, training: bool, shape: tuple[int, ...], what: str) -> Any:
     if not training or p == 0:
         return input
     if p == 1:
@@ -210,13 +210,13 @@ def _to_the_floor(input: Any, p: float, training: bool, shape: tuple[int, ...], 
 @op("alpha_dropout")
 def alpha_dropout(input: jax.Array, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
     """Replace random elements by SELU's lower limit, and keep mean and variance."""
-    return _to_the_floor(input, p, training, input.shape, "alpha_dropout")
+    return _alpha_dropout(input, p, training, input.shape, "alpha_dropout")
 
 
 @op("feature_alpha_dropout")
 def feature_alpha_dropout(input: jax.Array, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
     """Apply `alpha_dropout` to whole channels."""
-    return _to_the_floor(input, p, training, input.shape[:2] + (1,) * (input.ndim - 2), "feature_alpha_dropout")
+    return _alpha_dropout(input, p, training, input.shape[:2] + (1,) * (input.ndim - 2), "feature_alpha_dropout")
 
 
 @op("rrelu")
@@ -242,14 +242,14 @@ def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> jax.Arr
     return out if bias is None else out + bias
 
 
-def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> jax.Array:
+def take_rows(weight: Any, index: Any, by_frequency: bool = False) -> jax.Array:
     """Return rows of a weight, NaN where the index is out of range. `by_frequency`: a row's gradient is divided by its number of uses."""
-    index = places(index, weight.shape[0])
+    index = disallow_negative_indices(index, weight.shape[0])
     rows = jnp.take(weight, index, axis=0)
     if not by_frequency:
         return rows
     often = jnp.take(jnp.zeros(weight.shape[0], jnp.int32).at[index].add(1), index)
-    return unnoticed(rows / jnp.maximum(often, 1)[..., None].astype(rows.dtype), rows)
+    return write_without_grad(rows / jnp.maximum(often, 1)[..., None].astype(rows.dtype), rows)
 
 
 def embedding(
@@ -266,7 +266,7 @@ def embedding(
         raise NotImplementedError(
             "embedding: max_norm changes the weight in place and is not supported. Leave it out, and renormalize the weight before."
         )
-    rows = rows_of(weight, input, scale_grad_by_freq)
+    rows = take_rows(weight, input, scale_grad_by_freq)
     if padding_idx is None:
         return rows
     return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)
@@ -275,8 +275,10 @@ def embedding(
 add_ops({F.embedding: Op(embedding, inspect.signature(embedding))})
 
 
-@primitive("embedding")
-def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> jax.Array:
+@builtin_op("embedding")
+def _embedding_primitive(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> jax.Array:
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx, None, 2.0, scale_grad_by_freq)
 
 
@@ -284,13 +286,13 @@ def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_f
 def layer_norm(input: jax.Array, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """Normalize the last dims to mean zero and variance one. Half types are computed in float32, as in torch."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
-    out = _normalised(input, axes, eps)
+    out = _normalize(input, axes, eps)
     return _affine(out, weight, bias).astype(input.dtype)
 
 
-def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> jax.Array:
+def _normalize(input: Any, axes: tuple[int, ...], eps: float) -> jax.Array:
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
-    return _standardised(axes, x, jnp.ones((), x.dtype), jnp.asarray(eps, x.dtype))
+    return _standardize(axes, x, jnp.ones((), x.dtype), jnp.asarray(eps, x.dtype))
 
 
 def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
@@ -299,13 +301,13 @@ def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _standardised(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> jax.Array:
+def _standardize(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> jax.Array:
     """Normalize to mean zero and variance one along axes, times a scale that is constant along them. `eps` has no gradient."""
     mean, var = moments(x, axes)
     return (x - mean) * lax.rsqrt(var + eps) * scale
 
 
-@functools.partial(_standardised.defjvp, symbolic_zeros=True)
+@functools.partial(_standardize.defjvp, symbolic_zeros=True)
 def _(axes: tuple[int, ...], primals: tuple[Any, Any, Any], tangents: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     """Return the tangent. Its transpose has two sums over the gradient, the same as the gradients of a bias and a scale.
 
@@ -321,7 +323,7 @@ def _(axes: tuple[int, ...], primals: tuple[Any, Any, Any], tangents: tuple[Any,
         parts = [change + sums[0] + plain * sums[1]]
     if not isinstance(d_scale, SymbolicZero):
         parts.append(plain * d_scale)
-    return _standardised(axes, x, scale, eps), sum(parts) if parts else jnp.zeros_like(x)
+    return _standardize(axes, x, scale, eps), sum(parts) if parts else jnp.zeros_like(x)
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
@@ -333,11 +335,11 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 def group_norm(input: jax.Array, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """Normalize groups of channels to mean zero and variance one."""
     grouped = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
-    out = _normalised(grouped, (2,), eps).reshape(input.shape)
-    return _affine(out, *_by_channel(input.ndim, weight, bias)).astype(input.dtype)
+    out = _normalize(grouped, (2,), eps).reshape(input.shape)
+    return _affine(out, *_broadcast_over_channels(input.ndim, weight, bias)).astype(input.dtype)
 
 
-def _by_channel(ndim: int, *arrays: Any) -> list[Any]:
+def _broadcast_over_channels(ndim: int, *arrays: Any) -> list[Any]:
     return [None if a is None else a.reshape((1, -1) + (1,) * (ndim - 2)) for a in arrays]
 
 
@@ -386,14 +388,14 @@ def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, train
         use_mean, use_var = moments(x, axes)
         if mean is not None:
             factor = as_array(momentum)
-            _move(mean, use_mean, factor)
-            _move(var, use_var * (n / (n - 1)), factor)
+            _update_running_stat(mean, use_mean, factor)
+            _update_running_stat(var, use_var * (n / (n - 1)), factor)
         scale = jnp.ones((), x.dtype) if weight is None else weight.astype(x.dtype)
-        out = _affine(_standardised(axes, x, scale, jnp.asarray(eps, x.dtype)), None, bias)
+        out = _affine(_standardize(axes, x, scale, jnp.asarray(eps, x.dtype)), None, bias)
     return jnp.moveaxis(out, -1, 1).astype(raw.dtype)
 
 
-def _move(running: Any, new: Any, factor: Any) -> None:
+def _update_running_stat(running: Any, new: Any, factor: Any) -> None:
     """Update a running statistic. Statistics of single instances are averaged over the batch."""
     old = running.value
     flat = jnp.mean(lax.stop_gradient(new), tuple(range(new.ndim - 1))).astype(old.dtype)
@@ -438,16 +440,16 @@ def scaled_dot_product_attention(
     wide = jnp.dtype(jnp.float32) if half else query.dtype
     factor = jnp.asarray(factor, wide)
     query = query if half else query * factor
-    scores = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=wide))
+    scores = materialize_grad(jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=wide))
     scores = scores * factor if half else scores
     if is_causal:  # each query attends to the first key at least
-        scores = bounded(scores, jnp.tri(*scores.shape[-2:], dtype=bool))
+        scores = mask_scores(scores, jnp.tri(*scores.shape[-2:], dtype=bool))
     elif attn_mask is not None and attn_mask.dtype == bool:
-        scores = bounded(scores, attn_mask)
+        scores = mask_scores(scores, attn_mask)
     elif attn_mask is not None:
         scores = scores + attn_mask.astype(scores.dtype)
-    kept = _kept(scores.shape, dropout_p, "dropout", scores) if dropout_p > 0 else None
-    return gradient_once(attended(scores, kept, value))
+    kept = _dropout_factors(scores.shape, dropout_p, "dropout", scores) if dropout_p > 0 else None
+    return materialize_grad(softmax_matmul(scores, kept, value))
 
 
 @op("_weight_norm")

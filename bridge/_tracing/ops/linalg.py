@@ -11,13 +11,13 @@ import torch
 from jax import lax
 from jax.lax import linalg
 
-from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.functionalization import write_without_grad
 from bridge._tracing.op_registry import op
 from bridge._tracing.promotion import jax_dtype
 
 from .elementwise import cast, norm
 
-named: Any = torch.return_types
+return_types: Any = torch.return_types
 Atol = Any  # a number, or an array with one number for each matrix
 
 
@@ -26,13 +26,13 @@ def adjoint(x: Any) -> jax.Array:
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
-def _batched(*matrices: Any) -> list[Any]:
+def _broadcast_batch_dims(*matrices: Any) -> list[Any]:
     """Broadcast the batch dims of matrices."""
     lead = jnp.broadcast_shapes(*(x.shape[:-2] for x in matrices))
     return [jnp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in matrices]
 
 
-def _no_info(x: Any) -> jax.Array:
+def _zero_info(x: Any) -> jax.Array:
     """Return torch's `info` of a success: zero for each matrix."""
     return jnp.zeros(x.shape[:-2], jnp.int32)
 
@@ -50,18 +50,18 @@ def svd(A: jax.Array, full_matrices: bool = True, *, driver: str | None = None) 
         k = min(m, n)
         u = jnp.concatenate([u, rest[0][..., k:]], -1)
         vh = jnp.concatenate([vh, rest[2][..., k:, :]], -2)
-    return named.linalg_svd((u, s, vh))
+    return return_types.linalg_svd((u, s, vh))
 
 
 @op("svd")
-def svd_of_old(input: jax.Array, some: bool = True, compute_uv: bool = True) -> Any:
+def legacy_svd(input: jax.Array, some: bool = True, compute_uv: bool = True) -> Any:
     """Return singular vectors as columns, and singular values."""
     m, n = input.shape[-2:]
     if compute_uv:
         u, s, vh = svd(input, not some)
-        return named.svd((u, s, adjoint(vh)))
+        return return_types.svd((u, s, adjoint(vh)))
     zeros = [jnp.zeros((*input.shape[:-2], k, k), input.dtype) for k in (m, n)]
-    return named.svd((zeros[0], svdvals(input), zeros[1]))
+    return return_types.svd((zeros[0], svdvals(input), zeros[1]))
 
 
 @op("linalg_svdvals")
@@ -77,26 +77,26 @@ def qr(A: jax.Array, mode: str = "reduced") -> Any:
     q, r = linalg.qr(A[..., : min(m, n)], full_matrices=mode == "complete")
     if n > m:
         r = jnp.concatenate([r, adjoint(q) @ A[..., m:]], -1)
-    return named.linalg_qr((jnp.zeros((0,), A.dtype) if mode == "r" else q, r))
+    return return_types.linalg_qr((jnp.zeros((0,), A.dtype) if mode == "r" else q, r))
 
 
 @op("qr")
-def qr_of_old(input: Any, some: bool = True) -> Any:
+def legacy_qr(input: Any, some: bool = True) -> Any:
     """Return `linalg_qr`."""
-    return named.qr(qr(input, "reduced" if some else "complete"))
+    return return_types.qr(qr(input, "reduced" if some else "complete"))
 
 
-def _of_triangle(A: Any, upper: bool) -> jax.Array:
+def _hermitian_from_triangle(A: Any, upper: bool) -> jax.Array:
     """Return the Hermitian matrix of one triangle. Both triangles share the derivative, as in torch."""
     lower = jnp.tril(adjoint(A) if upper else A)
-    return unnoticed((A + adjoint(A)) / 2, lower + adjoint(jnp.tril(lower, -1)))
+    return write_without_grad((A + adjoint(A)) / 2, lower + adjoint(jnp.tril(lower, -1)))
 
 
 @op("linalg_eigh")
 def eigh(A: Any, UPLO: str = "L") -> Any:
     """Return eigenvalues and eigenvectors of a Hermitian matrix. Only one triangle is read."""
-    vectors, values = linalg.eigh(_of_triangle(A, UPLO.upper() == "U"), symmetrize_input=False)
-    return named.linalg_eigh((values, vectors))
+    vectors, values = linalg.eigh(_hermitian_from_triangle(A, UPLO.upper() == "U"), symmetrize_input=False)
+    return return_types.linalg_eigh((values, vectors))
 
 
 @op("linalg_eigvalsh")
@@ -110,7 +110,7 @@ def eigvalsh(A: Any, UPLO: str = "L") -> Any:
 def eig(A: Any) -> Any:
     """Return eigenvalues and eigenvectors."""
     values, vectors = jnp.linalg.eig(A)
-    return named.linalg_eig((values, vectors))
+    return return_types.linalg_eig((values, vectors))
 
 
 op("linalg_eigvals")(lambda A: jnp.linalg.eigvals(A))
@@ -119,7 +119,7 @@ op("linalg_eigvals")(lambda A: jnp.linalg.eigvals(A))
 @op("linalg_cholesky")
 def cholesky(A: Any, *, upper: bool = False) -> Any:
     """Return the Cholesky factor. Only one triangle is read, but both share the gradient, as in torch."""
-    lower = linalg.cholesky(_of_triangle(A, upper), symmetrize_input=False)
+    lower = linalg.cholesky(_hermitian_from_triangle(A, upper), symmetrize_input=False)
     return adjoint(lower) if upper else lower
 
 
@@ -130,13 +130,13 @@ op("cholesky")(lambda input, upper=False: cholesky(input, upper=upper))
 def cholesky_ex(A: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
     """Return the Cholesky factor, and 1 where there is none. torch returns the order of the first failing minor instead of 1."""
     root = cholesky(A, upper=upper)
-    return named.linalg_cholesky_ex((root, jnp.isnan(root).any((-2, -1)).astype(jnp.int32)))
+    return return_types.linalg_cholesky_ex((root, jnp.isnan(root).any((-2, -1)).astype(jnp.int32)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _cholesky_solve(b: Any, root: Any, upper: bool) -> Any:
     """Solve by a Cholesky factor. The derivative is torch's, as if both triangles of the factor were read."""
-    root, b = _batched(root, b)
+    root, b = _broadcast_batch_dims(root, b)
     first = linalg.triangular_solve(root, b, left_side=True, lower=not upper, transpose_a=upper, conjugate_a=upper)
     return linalg.triangular_solve(root, first, left_side=True, lower=not upper, transpose_a=not upper, conjugate_a=not upper)
 
@@ -167,20 +167,20 @@ def _lu(A: Any, pivot: bool) -> tuple[Any, Any, Any]:
         raise NotImplementedError("LU factors with pivot=False have no implementation in jax, nor in torch for the CPU. Use pivot=True.")
     factors, pivots, _ = linalg.lu(A)
     zero = jnp.diagonal(factors, axis1=-2, axis2=-1) == 0
-    first = jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0) if zero.shape[-1] else _no_info(A)
+    first = jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0) if zero.shape[-1] else _zero_info(A)
     return factors, pivots + 1, first.astype(jnp.int32)
 
 
 @op("linalg_lu_factor_ex")
 def lu_factor_ex(A: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
     """Return factors, pivots, and the number of the first zero pivot or 0."""
-    return named.linalg_lu_factor_ex(_lu(A, pivot))
+    return return_types.linalg_lu_factor_ex(_lu(A, pivot))
 
 
 @op("linalg_lu_factor")
 def lu_factor(A: Any, *, pivot: bool = True) -> Any:
     """Return factors and pivots."""
-    return named.linalg_lu_factor(_lu(A, pivot)[:2])
+    return return_types.linalg_lu_factor(_lu(A, pivot)[:2])
 
 
 op("_lu_with_info")(lambda input, pivot=True, check_errors=True: _lu(input, pivot))
@@ -199,13 +199,13 @@ def lu_unpack(LU_data: jax.Array, LU_pivots: Any, unpack_data: bool = True, unpa
     if unpack_data:
         lower = jnp.tril(LU_data[..., :k], -1) + jnp.eye(m, k, dtype=LU_data.dtype)
         upper = jnp.triu(LU_data[..., :k, :])
-    return named.lu_unpack((p, lower, upper))
+    return return_types.lu_unpack((p, lower, upper))
 
 
 @op("linalg_lu")
 def lu(A: Any, *, pivot: bool = True) -> Any:
     """Return the permutation and the two triangles."""
-    return named.linalg_lu(lu_unpack(*_lu(A, pivot)[:2]))
+    return return_types.linalg_lu(lu_unpack(*_lu(A, pivot)[:2]))
 
 
 @op("linalg_lu_solve")
@@ -214,7 +214,7 @@ def lu_solve(LU: jax.Array, pivots: Any, B: Any, *, left: bool = True, adjoint: 
     if not left:
         return _adjoint(lu_solve(LU, pivots, _adjoint(B), adjoint=not adjoint))
     order = linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1])
-    both, b = _batched(LU, B)
+    both, b = _broadcast_batch_dims(LU, B)
     order = jnp.broadcast_to(order, both.shape[:-1])[..., None]
     lower: Any = functools.partial(linalg.triangular_solve, both, left_side=True, lower=True, unit_diagonal=True)
     upper: Any = functools.partial(linalg.triangular_solve, both, left_side=True, lower=False)
@@ -232,10 +232,10 @@ op("lu_solve")(lambda input, LU_data, LU_pivots: lu_solve(LU_data, LU_pivots, in
 def householder_product(A: jax.Array, tau: Any) -> Any:
     """Return the first columns of a product of reflections."""
     m, n = A.shape[-2:]
-    return _reflected(A, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=A.dtype), A.shape), False)
+    return _apply_reflections(A, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=A.dtype), A.shape), False)
 
 
-def _reflected(vectors: Any, tau: Any, x: Any, transpose: bool) -> Any:
+def _apply_reflections(vectors: Any, tau: Any, x: Any, transpose: bool) -> Any:
     """Apply reflections to x, the last one first unless transposed. Their vectors are the columns below the diagonal."""
     k = tau.shape[-1]
     columns = jnp.tril(vectors[..., :k], -1) + jnp.eye(vectors.shape[-2], k, dtype=vectors.dtype)
@@ -252,8 +252,8 @@ def _reflected(vectors: Any, tau: Any, x: Any, transpose: bool) -> Any:
 def ormqr(input: Any, tau: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
     """Return the product of reflections with a matrix."""
     if left:
-        return _reflected(input, tau, other, transpose)
-    return adjoint(_reflected(input, tau, adjoint(other), not transpose))
+        return _apply_reflections(input, tau, other, transpose)
+    return adjoint(_apply_reflections(input, tau, adjoint(other), not transpose))
 
 
 # ---------------------------------------------------------------------------------------------- solutions
@@ -276,7 +276,7 @@ def solve(A: Any, B: Any, *, left: bool = True) -> jax.Array:
 @op("linalg_solve_ex")
 def solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Any:
     """Solve linear equations. Also return the number of the first zero pivot or 0."""
-    return named.linalg_solve_ex((_solve(A, B, left), _lu(lax.stop_gradient(A), True)[2]))
+    return return_types.linalg_solve_ex((_solve(A, B, left), _lu(lax.stop_gradient(A), True)[2]))
 
 
 op("linalg_inv")(lambda A: jnp.linalg.inv(A))
@@ -286,22 +286,22 @@ op("inverse")(lambda input: jnp.linalg.inv(input))
 @op("linalg_inv_ex")
 def inv_ex(A: Any, *, check_errors: bool = False) -> Any:
     """Return the inverse, and the number of the first zero pivot or 0."""
-    return named.linalg_inv_ex((jnp.linalg.inv(A), _lu(lax.stop_gradient(A), True)[2]))
+    return return_types.linalg_inv_ex((jnp.linalg.inv(A), _lu(lax.stop_gradient(A), True)[2]))
 
 
 @op("linalg_solve_triangular")
 def solve_triangular(A: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
     """Solve linear equations of a triangular matrix."""
-    a, b = _batched(A, B)
+    a, b = _broadcast_batch_dims(A, B)
     return linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
 @op("triangular_solve")
 def triangular_solve(input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
     """Solve linear equations of a triangular matrix. Also return the matrix."""
-    a, b = _batched(A, input)
+    a, b = _broadcast_batch_dims(A, input)
     out = linalg.triangular_solve(a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular)
-    return named.triangular_solve((out, a))
+    return return_types.triangular_solve((out, a))
 
 
 def _tolerances(A: Any, atol: Atol, rtol: Atol) -> tuple[Any, Any]:
@@ -312,7 +312,7 @@ def _tolerances(A: Any, atol: Atol, rtol: Atol) -> tuple[Any, Any]:
     return absolute, default if rtol is None else jnp.asarray(rtol, dtype)
 
 
-def _nonzero(s: Any, atol: Any, rtol: Any) -> jax.Array:
+def _exceeds_tolerance(s: Any, atol: Any, rtol: Any) -> jax.Array:
     """Return which singular values exceed the tolerances."""
     size = jnp.abs(s)
     return size > jnp.maximum(atol, rtol * jnp.max(size, -1, initial=0))[..., None]
@@ -323,7 +323,7 @@ def matrix_rank(A: Any, tol: Any = None, hermitian: bool = False, *, atol: Atol 
     """Count nonzero singular values."""
     s = lax.stop_gradient(eigvalsh(A) if hermitian else svdvals(A))
     atol, rtol = (atol, rtol) if tol is None else (tol, 0.0)
-    return jnp.sum(_nonzero(s, *_tolerances(A, atol, rtol)), -1).astype(jax_dtype(torch.int64))
+    return jnp.sum(_exceeds_tolerance(s, *_tolerances(A, atol, rtol)), -1).astype(jax_dtype(torch.int64))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -333,7 +333,7 @@ def _pinv(A: Any, atol: Any, rtol: Any, hermitian: bool) -> jax.Array:
         right = adjoint(left)
     else:
         left, s, right = linalg.svd(A, full_matrices=False)
-    kept = _nonzero(s, atol, rtol)
+    kept = _exceeds_tolerance(s, atol, rtol)
     inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)[..., None, :].astype(A.dtype)
     return (adjoint(right) * inverse) @ adjoint(left)
 
@@ -372,7 +372,7 @@ def lstsq(A: jax.Array, B: jax.Array, rcond: Any = None, *, driver: str | None =
     off = jnp.sum(jnp.square(jnp.abs(A @ x - b)), -2) if m > n and driver != "gelsy" else none
     rank = jnp.zeros((0,), jax_dtype(torch.int64)) if driver == "gels" else matrix_rank(A, rtol=rcond)
     s = svdvals(A) if driver in ("gelsd", "gelss") else none
-    return named.linalg_lstsq((x[..., 0] if vector else x, off, rank, s))
+    return return_types.linalg_lstsq((x[..., 0] if vector else x, off, rank, s))
 
 
 op("linalg_tensorinv")(lambda A, ind=2: jnp.linalg.tensorinv(A, ind))
@@ -395,8 +395,8 @@ def det(A: Any) -> jax.Array:
 
 op("linalg_det")(det)
 op("det")(lambda input: det(input))
-op("linalg_slogdet")(lambda A: named.linalg_slogdet(jnp.linalg.slogdet(A)))
-op("slogdet")(lambda input: named.slogdet(jnp.linalg.slogdet(input)))
+op("linalg_slogdet")(lambda A: return_types.linalg_slogdet(jnp.linalg.slogdet(A)))
+op("slogdet")(lambda input: return_types.slogdet(jnp.linalg.slogdet(input)))
 
 
 @op("logdet")
@@ -431,7 +431,7 @@ def linalg_norm(A: jax.Array, ord: Any = None, dim: Any = None, keepdim: bool = 
 
 
 @op("norm")
-def norm_of_old(input: jax.Array, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def legacy_norm(input: jax.Array, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """Return the norm of all elements or along dims, or the nuclear norm of a matrix."""
     if p == "nuc":
         return matrix_norm(input, p, range(input.ndim) if dim is None else dim, keepdim, dtype=dtype)

@@ -12,9 +12,9 @@ import jax.scipy.linalg
 import torch
 
 from bridge._tracing.op_registry import op
-from bridge._tracing.promotion import jax_dtype, promoted
+from bridge._tracing.promotion import jax_dtype, promote
 
-from .elementwise import add, cast, floating, in_float32, norm, sum_
+from .elementwise import add, cast, in_float32, norm, sum_, to_floating
 
 op("inner")(lambda input, other: jnp.inner(input, other))
 op("dot")(lambda input, tensor: jnp.inner(input, tensor))
@@ -24,7 +24,7 @@ op("vdot")(lambda input, other: jnp.vdot(input, other))
 @op("linalg_vecdot")
 def vecdot(input: Any, other: Any, *, dim: int = -1) -> jax.Array:
     """Return the inner products of vectors along a dim. The first vector is conjugated."""
-    input, other = promoted(input, other)
+    input, other = promote(input, other)
     return jnp.sum(jnp.conj(input) * other, dim)
 
 
@@ -47,7 +47,7 @@ def rmatmul(input: Any, other: Any) -> jax.Array:
 @op("outer", "ger")
 def outer(input: Any, vec2: Any) -> jax.Array:
     """Return the outer product of two vectors."""
-    return jnp.outer(*promoted(input, vec2))
+    return jnp.outer(*promote(input, vec2))
 
 
 @op("addmm")
@@ -67,7 +67,7 @@ def einsum(equation: Any, *operands: Any) -> jax.Array:
     """Return the Einstein summation of the operands."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))
+    return jnp.einsum(equation.replace(" ", ""), *promote(*operands))
 
 
 op("linalg_matrix_exp", "matrix_exp")(lambda A: in_float32(jax.scipy.linalg.expm)(A))
@@ -87,14 +87,14 @@ op("chain_matmul")(lambda *matrices: functools.reduce(matmul, matrices))
 @op("kron")
 def kron(input: Any, other: Any) -> jax.Array:
     """Return the Kronecker product."""
-    a, b = promoted(input, other)
+    a, b = promote(input, other)
     return jnp.kron(a.astype(jnp.uint8), b.astype(jnp.uint8)).astype(bool) if a.dtype == bool else jnp.kron(a, b)
 
 
 @op("tensordot")
 def tensordot(a: Any, b: Any, dims: Any = 2) -> jax.Array:
     """Contract dims of two tensors. A dim of size one is broadcast to the size of the other's dim."""
-    a, b = promoted(a, b)
+    a, b = promote(a, b)
     dims = dims.tolist() if hasattr(dims, "tolist") else dims
     pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else [[d] if isinstance(d, int) else d for d in dims]
     for i, j in zip(*pairs, strict=True):
@@ -142,12 +142,12 @@ def addr(input: jax.Array, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 
 @op("linalg_cross")
 def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
     """Return the cross product."""
-    a, b = jnp.broadcast_arrays(*promoted(input, other))
+    a, b = jnp.broadcast_arrays(*promote(input, other))
     return jnp.cross(a, b, axis=dim)
 
 
 @op("cross")
-def cross_of_old(input: jax.Array, other: jax.Array, dim: int | None = None) -> Any:
+def legacy_cross(input: jax.Array, other: jax.Array, dim: int | None = None) -> Any:
     """Return the cross product, by default along the first dim of size three."""
     shape = jnp.broadcast_shapes(input.shape, other.shape)
     return cross(input, other, dim=shape.index(3) if dim is None else dim)
@@ -175,7 +175,7 @@ def vander(x: jax.Array, *, N: int | None = None) -> jax.Array:
 
 
 @op("vander")
-def vander_of_old(x: Any, N: int | None = None, increasing: bool = False) -> jax.Array:
+def legacy_vander(x: Any, N: int | None = None, increasing: bool = False) -> jax.Array:
     """Return powers of each element, by default in decreasing order."""
     return vander(x, N=N) if increasing else jnp.flip(vander(x, N=N), -1)
 
@@ -183,20 +183,20 @@ def vander_of_old(x: Any, N: int | None = None, increasing: bool = False) -> jax
 @op("block_diag")
 def block_diag(*tensors: Any) -> jax.Array:
     """Return a block diagonal matrix."""
-    return jax.scipy.linalg.block_diag(*promoted(*tensors))
+    return jax.scipy.linalg.block_diag(*promote(*tensors))
 
 
 @op("cartesian_prod")
 def cartesian_prod(*tensors: Any) -> Any:
     """Return all combinations of elements as rows."""
-    tensors = tuple(promoted(*tensors))
+    tensors = tuple(promote(*tensors))
     return tensors[0] if len(tensors) == 1 else jnp.stack([x.reshape(-1) for x in jnp.meshgrid(*tensors, indexing="ij")], -1)
 
 
 @op("dist")
 def dist(input: Any, other: Any, p: Any = 2) -> Any:
     """Return the norm of the difference."""
-    a, b = promoted(input, other)
+    a, b = promote(input, other)
     return norm(a - b, p)
 
 
@@ -211,7 +211,7 @@ def renorm(input: jax.Array, p: Any, dim: int, maxnorm: Any) -> jax.Array:
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> jax.Array:
     """Return the covariances of rows. `fweights`: the number of times each column counts. `aweights`: the weight of each column."""
     weights = [w for w in (fweights, aweights) if w is not None]
-    x, *weights = promoted(jnp.atleast_2d(floating(input)), *weights)
+    x, *weights = promote(jnp.atleast_2d(to_floating(input)), *weights)
     share = math.prod(weights, start=jnp.ones(x.shape[1], x.dtype))
     total = jnp.sum(share)
     x = x - jnp.sum(x * share, 1, keepdims=True) / total
@@ -223,4 +223,4 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
 @op("corrcoef")
 def corrcoef(input: Any) -> jax.Array:
     """Return the correlations of rows."""
-    return jnp.corrcoef(floating(input))
+    return jnp.corrcoef(to_floating(input))

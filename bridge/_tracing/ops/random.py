@@ -12,24 +12,24 @@ import torch
 
 from bridge._tracing.context import next_key
 from bridge._tracing.op_registry import Op, add_ops, op
-from bridge._tracing.promotion import default_float, jax_dtype, promoted
+from bridge._tracing.promotion import default_float, jax_dtype, promote
 
-from .create import always, flat
-from .elementwise import floating
+from .create import parse_sizes, register_factory
+from .elementwise import to_floating
 
-_MANY = 2.0**30
+_NORMAL_APPROXIMATION_RATE = 2.0**30
 
 
-def _wide(dtype: Any) -> Any:
+def _draw_dtype(dtype: Any) -> Any:
     """Return the dtype to draw in. Half types have so few values that tails would be cut off and ties be common."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _normal(key: Any, shape: Any, dtype: Any) -> jax.Array:
-    return jax.random.normal(key, shape, _wide(dtype)).astype(dtype)
+    return jax.random.normal(key, shape, _draw_dtype(dtype)).astype(dtype)
 
 
-def _share(key: Any, shape: Any, dtype: Any) -> jax.Array:
+def _unit_uniform(key: Any, shape: Any, dtype: Any) -> jax.Array:
     """Return uniform numbers in [0, 1), for complex dtypes in both parts."""
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.random.uniform(key, shape, dtype)
@@ -37,16 +37,16 @@ def _share(key: Any, shape: Any, dtype: Any) -> jax.Array:
 
 
 def _register_random() -> None:
-    for name, draw in {"rand": _share, "randn": _normal}.items():
+    for name, draw in {"rand": _unit_uniform, "randn": _normal}.items():
 
         def make(*size: Any, dtype: Any = None, name: str = name, draw: Any = draw, **_: Any) -> Any:
-            return draw(next_key(f"torch.{name}"), flat(_.get("size") or size), jax_dtype(dtype or torch.get_default_dtype()))
+            return draw(next_key(f"torch.{name}"), parse_sizes(_.get("size") or size), jax_dtype(dtype or torch.get_default_dtype()))
 
         def like(input: Any, *, dtype: Any = None, name: str = name, draw: Any = draw, **_: Any) -> Any:
             return draw(next_key(f"torch.{name}_like"), tuple(input.shape), jax_dtype(dtype) if dtype else input.dtype)
 
-        always(name, make)
-        always(f"{name}_like", like)
+        register_factory(name, make)
+        register_factory(f"{name}_like", like)
 
 
 _register_random()
@@ -84,25 +84,25 @@ def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = No
     like = next((x for x in (mean, std) if hasattr(x, "dtype")), None)
     kind = jax_dtype(dtype) if dtype else default_float() if like is None else like.dtype
     drawn = _normal(next_key("torch.normal"), tuple(size), kind)
-    drawn, mean, std = jax.lax.stop_gradient(promoted(drawn, mean, std))
+    drawn, mean, std = jax.lax.stop_gradient(promote(drawn, mean, std))
     return (drawn * std + mean).astype(kind)
 
 
 @op("bernoulli", always=True)
 def bernoulli(input: jax.Array, p: Any = None, **_: Any) -> jax.Array:
     """Return one with this probability, else zero."""
-    return _chance(next_key("torch.bernoulli"), input, input if p is None else p).astype(input.dtype)
+    return _bernoulli(next_key("torch.bernoulli"), input, input if p is None else p).astype(input.dtype)
 
 
-def _chance(key: Any, x: Any, p: Any = 0.5) -> jax.Array:
+def _bernoulli(key: Any, x: Any, p: Any = 0.5) -> jax.Array:
     """Return True with probability p, in the shape of x."""
-    return jax.random.bernoulli(key, p.astype(_wide(p.dtype)) if hasattr(p, "dtype") else p, x.shape)
+    return jax.random.bernoulli(key, p.astype(_draw_dtype(p.dtype)) if hasattr(p, "dtype") else p, x.shape)
 
 
 @op("multinomial", always=True)
 def multinomial(input: jax.Array, num_samples: int, replacement: bool = False, **_: Any) -> Any:
     """Return indices drawn by weight. Without replacement they are those of the largest log-weights plus Gumbel noise."""
-    logits, key = jnp.log(input.astype(_wide(input.dtype))), next_key("torch.multinomial")
+    logits, key = jnp.log(input.astype(_draw_dtype(input.dtype))), next_key("torch.multinomial")
     if replacement:
         drawn = jax.random.categorical(key, logits[..., None, :], shape=(*input.shape[:-1], num_samples))
     else:
@@ -113,9 +113,9 @@ def multinomial(input: jax.Array, num_samples: int, replacement: bool = False, *
 @op("_standard_gamma", always=True)
 def standard_gamma(input: jax.Array, generator: Any = None) -> jax.Array:
     """Return gamma numbers of this concentration, none of them subnormal. The gradient is the one at a fixed quantile, as in torch."""
-    dtype = _wide(input.dtype)
+    dtype = _draw_dtype(input.dtype)
     log = jax.random.loggamma(next_key("torch._standard_gamma"), input.astype(dtype), dtype=dtype)
-    return jnp.exp(_within(log, math.log(2 * jnp.finfo(dtype).tiny), jnp.inf)).astype(input.dtype)
+    return jnp.exp(_clip_with_identity_gradient(log, math.log(2 * jnp.finfo(dtype).tiny), jnp.inf)).astype(input.dtype)
 
 
 @op("_sample_dirichlet", always=True)
@@ -124,12 +124,12 @@ def sample_dirichlet(input: jax.Array, generator: Any = None) -> Any:
 
     The gradient is that of gamma numbers divided by their sum. torch's gradient has the same mean.
     """
-    dtype = _wide(input.dtype)
+    dtype = _draw_dtype(input.dtype)
     shares = jax.random.dirichlet(next_key("torch._sample_dirichlet"), input.astype(dtype), dtype=dtype)
-    return _within(shares, jnp.finfo(dtype).tiny, 1 - jnp.finfo(dtype).eps / 2).astype(input.dtype)
+    return _clip_with_identity_gradient(shares, jnp.finfo(dtype).tiny, 1 - jnp.finfo(dtype).eps / 2).astype(input.dtype)
 
 
-def _within(x: Any, least: Any, most: Any) -> Any:
+def _clip_with_identity_gradient(x: Any, least: Any, most: Any) -> Any:
     """Clip x to bounds, with the derivative of x."""
     return x + jax.lax.stop_gradient(jnp.clip(x, least, most) - x)
 
@@ -140,17 +140,17 @@ def poisson(input: jax.Array, generator: Any = None) -> jax.Array:
 
     Rates beyond the threshold use the normal distribution, since counts are int32. It is the same to the dtype's precision.
     """
-    rate, key = jax.lax.stop_gradient(input.astype(_wide(input.dtype))), next_key("torch.poisson")
-    counts = jax.random.poisson(key, jnp.minimum(rate, _MANY)).astype(rate.dtype)
+    rate, key = jax.lax.stop_gradient(input.astype(_draw_dtype(input.dtype))), next_key("torch.poisson")
+    counts = jax.random.poisson(key, jnp.minimum(rate, _NORMAL_APPROXIMATION_RATE)).astype(rate.dtype)
     normal = jnp.round(rate + jnp.sqrt(rate) * jax.random.normal(jax.random.fold_in(key, 1), rate.shape, rate.dtype))
-    return jnp.where(rate < _MANY, counts, normal).astype(input.dtype)
+    return jnp.where(rate < _NORMAL_APPROXIMATION_RATE, counts, normal).astype(input.dtype)
 
 
 @op("binomial", always=True)
 def binomial(count: Any, prob: Any, generator: Any = None) -> jax.Array:
     """Return the number of successes in `count` trials, without a gradient."""
-    count, prob = jax.lax.stop_gradient(promoted(count, prob))
-    dtype = _wide(count.dtype)
+    count, prob = jax.lax.stop_gradient(promote(count, prob))
+    dtype = _draw_dtype(count.dtype)
     return jax.random.binomial(next_key("torch.binomial"), count.astype(dtype), prob.astype(dtype), dtype=dtype).astype(count.dtype)
 
 
@@ -165,21 +165,21 @@ def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
 
 def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> jax.Array:
     low, high = bounds.get("from", from_), bounds.get("to", to)
-    return jax.random.uniform(key, x.shape, floating(x).dtype, low, high)
+    return jax.random.uniform(key, x.shape, to_floating(x).dtype, low, high)
 
 
 def _exponential(key: Any, x: Any, lambd: Any = 1.0) -> jax.Array:
-    drawn = jax.random.exponential(key, x.shape, _wide(x.dtype))
+    drawn = jax.random.exponential(key, x.shape, _draw_dtype(x.dtype))
     return jnp.maximum(drawn, jnp.finfo(drawn.dtype).eps / 2) / lambd  # never 0, as in torch: code may take its logarithm
 
 
 _inplace_draw("uniform_", _uniform)
-_inplace_draw("normal_", lambda key, x, mean=0.0, std=1.0: jax.random.normal(key, x.shape, _wide(x.dtype)) * std + mean)
-_inplace_draw("bernoulli_", _chance)
+_inplace_draw("normal_", lambda key, x, mean=0.0, std=1.0: jax.random.normal(key, x.shape, _draw_dtype(x.dtype)) * std + mean)
+_inplace_draw("bernoulli_", _bernoulli)
 _inplace_draw("exponential_", _exponential)
 _inplace_draw("geometric_", lambda key, x, p: jax.random.geometric(key, p, x.shape))
-_inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy(key, x.shape, _wide(x.dtype)) * sigma + median)
-_inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, _wide(x.dtype)) * std + mean))
+_inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy(key, x.shape, _draw_dtype(x.dtype)) * sigma + median)
+_inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, _draw_dtype(x.dtype)) * std + mean))
 
 
 def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> jax.Array:

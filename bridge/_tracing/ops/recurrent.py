@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from bridge._tracing.materialize import on_cpu, once
+from bridge._tracing.materialize import materialize, on_cpu
 from bridge._tracing.op_registry import Op, add_ops, op
 
 from .layers import dropout
@@ -40,7 +40,7 @@ def _lstm_gates(gates: Any, hidden: Any) -> list[Any]:
 
 
 def _lstm(gates: Any, hidden: Any, state: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
-    i, f, g, o = (once(x, stored) for x in _lstm_gates(gates, hidden))
+    i, f, g, o = (materialize(x, stored) for x in _lstm_gates(gates, hidden))
     c = f * state[1] + i * g
     return o * jnp.tanh(c), c
 
@@ -68,7 +68,7 @@ def _gru_gates(gates: Any, hidden: Any) -> list[Any]:
 
 
 def _gru(gates: Any, hidden: Any, state: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
-    _, z, new, _ = (once(x, stored) for x in _gru_gates(gates, hidden))
+    _, z, new, _ = (materialize(x, stored) for x in _gru_gates(gates, hidden))
     return ((1 - z) * new + z * state[0],)
 
 
@@ -85,7 +85,7 @@ def _gru_change(slopes: Any, d_gates: Any, d_hidden: Any, d_state: tuple[Any, ..
     return (ir + hr + iz + hz + inew + r * hnew + z * d_state[0],)
 
 
-def _rnn(activation: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Cell:
+def _rnn_cell(activation: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Cell:
     """Return the cell of a plain network. `slope`: the derivative of the activation, as a function of its result."""
     new = lambda gates, hidden, state, stored=False: (activation(gates + hidden),)  # noqa: E731
     return Cell(new, lambda *given: slope(*new(*given)), lambda slope, d_gates, d_hidden, _: (slope * (d_gates + d_hidden),))
@@ -94,8 +94,8 @@ def _rnn(activation: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Cell:
 _CELLS = {
     "lstm": Cell(_lstm, _lstm_slopes, _lstm_change),
     "gru": Cell(_gru, _gru_slopes, _gru_change),
-    "rnn_tanh": _rnn(jnp.tanh, lambda h: 1 - h * h),
-    "rnn_relu": _rnn(jax.nn.relu, lambda h: (h > 0).astype(h.dtype)),
+    "rnn_tanh": _rnn_cell(jnp.tanh, lambda h: 1 - h * h),
+    "rnn_relu": _rnn_cell(jax.nn.relu, lambda h: (h > 0).astype(h.dtype)),
 }
 
 
@@ -104,7 +104,7 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return out if bias is None else out + bias
 
 
-def _direction(
+def _run_direction(
     cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool, there: Any
 ) -> tuple[Any, tuple[Any, ...]]:
     """Run one direction of a layer over (T, N, F). `there`: mask (T, N) of the steps that a sequence has; None for all."""
@@ -143,7 +143,7 @@ def _recurrence(
 def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return the tangent. The gradient of the weight is one product after the loop, not a sum of one product for each step."""
     (gates, state, weight, bias), (d_gates, d_state, d_weight, d_bias) = primals, tangents
-    d_gates, d_state, d_bias = jax.tree.map(_filled, (d_gates, d_state, d_bias), is_leaf=_is_zero)
+    d_gates, d_state, d_bias = jax.tree.map(_instantiate_zeros, (d_gates, d_state, d_bias), is_leaf=_is_zero)
 
     def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
         hidden = _affine(state[0], weight, bias)
@@ -175,11 +175,11 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, SymbolicZero)
 
 
-def _filled(tangent: Any) -> Any:
+def _instantiate_zeros(tangent: Any) -> Any:
     return jnp.zeros(tangent.shape, tangent.dtype) if _is_zero(tangent) else tangent
 
 
-def _layers(
+def _run_layers(
     cell: Any,
     input: Any,
     states: tuple[Any, ...],
@@ -207,7 +207,7 @@ def _layers(
             own = list(params[k * width : (k + 1) * width])
             weights = own[:4] if has_biases else [*own[:2], None, None]
             weights.append(own[-1] if width in (3, 5) else None)
-            out, last = _direction(cell, x, tuple(s[k] for s in states), weights, d == 1, there)
+            out, last = _run_direction(cell, x, tuple(s[k] for s in states), weights, d == 1, there)
             outs.append(out)
             lasts.append(last)
         x = jnp.concatenate(outs, -1) if both else outs[0]
@@ -216,27 +216,29 @@ def _layers(
     return jnp.swapaxes(x, 0, 1) if first else x, *(jnp.stack(s) for s in zip(*lasts, strict=True))
 
 
-def _states(hx: Any) -> tuple[Any, ...]:
+def _as_state_tuple(hx: Any) -> tuple[Any, ...]:
     return tuple(hx) if isinstance(hx, tuple | list) else (hx,)
 
 
-def _known(lengths: Any) -> np.ndarray[Any, Any]:
+def _concrete_lengths(lengths: Any) -> np.ndarray[Any, Any]:
     """Return lengths or batch sizes, whose values decide shapes. Raise an error if they are traced."""
     if isinstance(lengths, Tracer):
         raise jax.errors.ConcretizationTypeError(lengths, "lengths decide shapes")
     return np.asarray(lengths)
 
 
-def _packed(
+def _run_packed(
     cell: Any, data: Any, sizes: Any, hx: Any, params: Any, has_biases: bool, layers: int, p: float, train: bool, both: bool
 ) -> tuple[Any, ...]:
     """Run a network over a PackedSequence, as a padded batch in which a sequence that has ended keeps its state."""
-    there, places = _places(_known(sizes))
-    out, *lasts = _layers(cell, data[places], _states(hx), params, has_biases, layers, p, train, both, False, jnp.asarray(there))
+    there, places = _packed_positions(_concrete_lengths(sizes))
+    out, *lasts = _run_layers(
+        cell, data[places], _as_state_tuple(hx), params, has_biases, layers, p, train, both, False, jnp.asarray(there)
+    )
     return out[there.nonzero()], *lasts
 
 
-def _places(sizes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _packed_positions(sizes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return the mask (T, N) of the steps that the sequences have, and their positions in the packed data (0 for other steps)."""
     there = np.arange(sizes[0]) < sizes[:, None]
     return there, np.where(there, (np.cumsum(sizes) - sizes)[:, None] + np.arange(sizes[0]), 0)
@@ -245,14 +247,14 @@ def _places(sizes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarr
 @op("_pack_padded_sequence")
 def pack_padded_sequence(input: Any, lengths: Any, batch_first: bool) -> tuple[Any, torch.Tensor]:
     """Return the steps that the sequences of a padded batch have, in order of time, and the number of sequences at each time."""
-    known, x = _known(lengths), jnp.swapaxes(input, 0, 1) if batch_first else input
+    known, x = _concrete_lengths(lengths), jnp.swapaxes(input, 0, 1) if batch_first else input
     if not known.size or known[-1] < 1 or (np.diff(known) > 0).any() or known[0] > x.shape[0] or known.size != x.shape[1]:
         raise RuntimeError(
             f"pack_padded_sequence is given lengths {known.tolist()} for {x.shape[1]} sequences of at most {x.shape[0]} steps; expected "
             "one length of 1 or more for each sequence, in decreasing order. Pass enforce_sorted=False to have them sorted."
         )
     there = np.arange(known[0])[:, None] < known
-    return x[there.nonzero()], _lengths(there.sum(1))
+    return x[there.nonzero()], _lengths_tensor(there.sum(1))
 
 
 @op("_pad_packed_sequence")
@@ -260,35 +262,35 @@ def pad_packed_sequence(
     data: jax.Array, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Any, torch.Tensor]:
     """Return the padded batch of a PackedSequence, and the lengths of its sequences."""
-    there, places = _places(_known(batch_sizes))
+    there, places = _packed_positions(_concrete_lengths(batch_sizes))
     more = [(0, int(total_length) - len(there)), (0, 0)]
     there, places = np.pad(there, more), np.pad(places, more)
     out = jnp.where(there.reshape(*there.shape, *[1] * (data.ndim - 1)), data[places], jnp.asarray(padding_value, data.dtype))
-    return jnp.swapaxes(out, 0, 1) if batch_first else out, _lengths(there.sum(0))
+    return jnp.swapaxes(out, 0, 1) if batch_first else out, _lengths_tensor(there.sum(0))
 
 
-def _lengths(counts: np.ndarray[Any, Any]) -> torch.Tensor:
+def _lengths_tensor(counts: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return lengths as a plain torch tensor on the CPU, as torch does: code may branch on them."""
     with torch.DisableTorchFunction():
         return torch.from_numpy(counts.astype(np.int64))
 
 
-def _network(name: str, cell: Any) -> None:
+def _register_network(name: str, cell: Any) -> None:
     """Register a torch function that runs all layers of a network."""
 
     def run(input: Any, hx: Any, params: Any, has_biases: Any, layers: Any, p: Any, train: Any, both: Any, first: Any = False) -> Any:
         if isinstance(has_biases, tuple | list):  # torch's overload for a PackedSequence: input, batch sizes, hx, weights, ...
-            return _packed(cell, input, hx, params, has_biases, layers, p, train, both, first)
-        return _layers(cell, input, _states(hx), params, has_biases, layers, p, train, both, first)
+            return _run_packed(cell, input, hx, params, has_biases, layers, p, train, both, first)
+        return _run_layers(cell, input, _as_state_tuple(hx), params, has_biases, layers, p, train, both, first)
 
     add_ops({getattr(torch, name): Op(run, None)})
 
 
-def _cell(name: str, cell: Any) -> None:
+def _register_cell(name: str, cell: Any) -> None:
     """Register a torch function that runs one time step."""
 
     def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        state = _states(hx)
+        state = _as_state_tuple(hx)
         state = cell.new(_affine(input, w_ih, b_ih), _affine(state[0], w_hh, b_hh), state, on_cpu())
         return state if len(state) > 1 else state[0]
 
@@ -296,5 +298,5 @@ def _cell(name: str, cell: Any) -> None:
 
 
 for _name, _one in _CELLS.items():
-    _network(_name, _one)
-    _cell(f"{_name}_cell", _one)
+    _register_network(_name, _one)
+    _register_cell(f"{_name}_cell", _one)

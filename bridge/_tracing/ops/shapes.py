@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge._tracing.context import where_now
+from bridge._tracing.context import current_module_path
 from bridge._tracing.op_registry import Op, add_ops, dispatch, is_traced, op
-from bridge._tracing.promotion import jax_dtype, promoted
-from bridge._tracing.tensor import Traced, as_array
+from bridge._tracing.promotion import jax_dtype, promote
+from bridge._tracing.tensor import TracedTensor, as_array
 
-from .create import flat
+from .create import parse_sizes
 
 
-def _axis(dim: int, ndim: int) -> int:
+def _nonnegative_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
 
@@ -30,7 +30,7 @@ def reshape(input: jax.Array, *shape: Any, **named: Any) -> jax.Array:
     shape = (named["shape"],) if "shape" in named else shape
     if shape and isinstance(shape[0], torch.dtype):
         return jax.lax.bitcast_convert_type(input, jax_dtype(shape[0]))
-    return jnp.reshape(input, flat(shape))
+    return jnp.reshape(input, parse_sizes(shape))
 
 
 @op("contiguous", views=True)
@@ -50,7 +50,7 @@ def flatten(input: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Arra
     """Merge the dims from start to end into one."""
     if input.ndim == 0:
         return input.reshape(1)
-    start, end = _axis(start_dim, input.ndim), _axis(end_dim, input.ndim)
+    start, end = _nonnegative_dim(start_dim, input.ndim), _nonnegative_dim(end_dim, input.ndim)
     return jnp.reshape(input, (*input.shape[:start], math.prod(input.shape[start : end + 1]), *input.shape[end + 1 :]))
 
 
@@ -63,7 +63,7 @@ def ravel(input: jax.Array) -> jax.Array:
 @op("unflatten", views=True)
 def unflatten(input: jax.Array, dim: int, sizes: Any) -> jax.Array:
     """Split one dim into several."""
-    dim = _axis(dim, input.ndim)
+    dim = _nonnegative_dim(dim, input.ndim)
     sizes = [int(n) for n in sizes]
     if -1 in sizes:
         sizes[sizes.index(-1)] = input.shape[dim] // -math.prod(sizes)
@@ -73,7 +73,7 @@ def unflatten(input: jax.Array, dim: int, sizes: Any) -> jax.Array:
 @op("permute", views=True)
 def permute(input: jax.Array, *dims: Any, **named: Any) -> jax.Array:
     """Reorder dims."""
-    return jnp.transpose(input, flat((named["dims"],) if named else dims))
+    return jnp.transpose(input, parse_sizes((named["dims"],) if named else dims))
 
 
 @op("transpose", "swapaxes", "swapdims", views=True)
@@ -116,7 +116,7 @@ def unsqueeze(input: jax.Array, dim: int) -> jax.Array:
 @op("expand", "broadcast_to", views=True)
 def expand(input: jax.Array, *size: Any, **_: Any) -> jax.Array:
     """Broadcast dims of size one, and add dims in front."""
-    size = flat((_["size"],) if "size" in _ else size)
+    size = parse_sizes((_["size"],) if "size" in _ else size)
     lead = len(size) - input.ndim
     return jnp.broadcast_to(input, tuple(input.shape[i - lead] if n == -1 else n for i, n in enumerate(size)))
 
@@ -133,9 +133,11 @@ def narrow(input: jax.Array, dim: int, start: Any, length: int) -> jax.Array:
     if is_traced(start):
         return jax.lax.dynamic_slice_in_dim(input, start, length, dim)
     size = input.shape[dim]
-    first = _axis(start, size)
+    first = _nonnegative_dim(start, size)
     if not 0 <= first <= first + length <= size:
-        raise RuntimeError(f"narrow: start {start} and length {length} do not lie within dim {dim} of size {size} ({where_now()}).")
+        raise RuntimeError(
+            f"narrow: start {start} and length {length} do not lie within dim {dim} of size {size} ({current_module_path()})."
+        )
     return jax.lax.slice_in_dim(input, first, first + length, axis=dim)
 
 
@@ -202,7 +204,7 @@ def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
         return input[None][:size]
     starts = jnp.arange(0, input.shape[dimension] - size + 1, step)
     windows = jnp.take(input, (starts[:, None] + jnp.arange(size)).reshape(-1), axis=dimension)
-    return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _axis(dimension, input.ndim) + 1, -1)
+    return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _nonnegative_dim(dimension, input.ndim) + 1, -1)
 
 
 add_ops({torch.Tensor.unfold: Op(unfold, inspect.signature(unfold))})  # torch.nn.functional.unfold is `im2col`
@@ -211,14 +213,14 @@ add_ops({torch.Tensor.unfold: Op(unfold, inspect.signature(unfold))})  # torch.n
 @op("cat", "concat", "concatenate")
 def cat(tensors: Any, dim: int = 0, **named: Any) -> jax.Array:
     """Concatenate along a dim. Empty vectors are left out, as in torch."""
-    parts = promoted(*tensors)
+    parts = promote(*tensors)
     return jnp.concatenate([x for x in parts if x.shape != (0,)] or parts, axis=named.get("axis", dim))
 
 
 @op("stack")
 def stack(tensors: Any, dim: int = 0) -> jax.Array:
     """Stack along a new dim."""
-    return jnp.stack(promoted(*tensors), axis=dim)
+    return jnp.stack(promote(*tensors), axis=dim)
 
 
 @op("pad_sequence")
@@ -235,37 +237,37 @@ def pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float
 @op("hstack")
 def hstack(tensors: Any) -> jax.Array:
     """Stack horizontally."""
-    return jnp.hstack(promoted(*tensors))
+    return jnp.hstack(promote(*tensors))
 
 
 @op("vstack")
 def vstack(tensors: Any) -> jax.Array:
     """Stack vertically."""
-    return jnp.vstack(promoted(*tensors))
+    return jnp.vstack(promote(*tensors))
 
 
 @op("dstack")
 def dstack(tensors: Any) -> jax.Array:
     """Stack along the third dim."""
-    return jnp.dstack(promoted(*tensors))
+    return jnp.dstack(promote(*tensors))
 
 
 @op("column_stack")
 def column_stack(tensors: Any) -> jax.Array:
     """Stack vectors as columns."""
-    return jnp.column_stack(promoted(*tensors))
+    return jnp.column_stack(promote(*tensors))
 
 
 @op("repeat")
 def repeat(input: Any, *repeats: Any) -> jax.Array:
     """Repeat the tensor this many times along each dim."""
-    return jnp.tile(input, flat(repeats))
+    return jnp.tile(input, parse_sizes(repeats))
 
 
 @op("tile")
 def tile(input: Any, *dims: Any) -> jax.Array:
     """Repeat the tensor, as `repeat` does."""
-    return jnp.tile(input, flat(dims))
+    return jnp.tile(input, parse_sizes(dims))
 
 
 @op("repeat_interleave")
@@ -277,7 +279,7 @@ def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, outpu
 @op("flip")
 def flip(input: jax.Array, *dims: Any, **named: Any) -> jax.Array:
     """Reverse dims."""
-    return jnp.flip(input, flat((named["dims"],) if named else dims)) if input.ndim else input
+    return jnp.flip(input, parse_sizes((named["dims"],) if named else dims)) if input.ndim else input
 
 
 op("fliplr")(lambda input: jnp.flip(input, 1))
@@ -353,7 +355,10 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
 @op("broadcast_tensors", raw=True)
 def broadcast_tensors(*tensors: Any) -> Any:
     """Broadcast all tensors to one shape. Each is expanded separately, so that known values stay known."""
-    each = [x if isinstance(x, Traced) else Traced(as_array(x)) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
+    each = [
+        x if isinstance(x, TracedTensor) else TracedTensor(as_array(x))
+        for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)
+    ]
     shape = jnp.broadcast_shapes(*(x.shape for x in each))
     return tuple(dispatch(torch.Tensor.expand, (x, shape), {}) for x in each)
 

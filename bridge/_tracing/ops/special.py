@@ -13,11 +13,11 @@ import torch
 from jax import lax
 from jax.scipy import special
 
-from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.functionalization import write_without_grad
 from bridge._tracing.op_registry import op
-from bridge._tracing.promotion import jax_dtype, promoted
+from bridge._tracing.promotion import jax_dtype, promote
 
-from .elementwise import clamp, floating, in_float32, pow_
+from .elementwise import clamp, in_float32, pow_, to_floating
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -58,7 +58,7 @@ i0.defjvps(lambda tangent, _, x: tangent * special.i1(x))
 def _polygamma(n: Any, input: Any) -> Any:
     """Call `polygamma`. The torch function has the order first, the method the tensor."""
     n, x = (n, input) if isinstance(n, int) else (input, n)
-    return in_float32(functools.partial(polygamma, n))(floating(x))
+    return in_float32(functools.partial(polygamma, n))(to_floating(x))
 
 
 op("polygamma")(_polygamma)
@@ -81,11 +81,11 @@ def _register() -> None:
     one |= {f"special_{name}": getattr(special, name) for name in ("i0e", "i1", "i1e", "ndtr", "ndtri", "log_ndtr", "entr", "erfcx")
             if hasattr(special, name)}  # fmt: skip
     for name, f in one.items():
-        op(name)(lambda input, f=f: in_float32(f)(floating(input)))
+        op(name)(lambda input, f=f: in_float32(f)(to_floating(input)))
     two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": _xlog1py, "special_zeta": _zeta, "igamma": special.gammainc}
     two |= {"special_gammainc": special.gammainc, "igammac": special.gammaincc, "special_gammaincc": special.gammaincc}
     for name, f in two.items():
-        op(name)(lambda input, other, f=f: in_float32(f)(*map(floating, promoted(input, other))))
+        op(name)(lambda input, other, f=f: in_float32(f)(*map(to_floating, promote(input, other))))
     for name, f in {"isposinf": jnp.isposinf, "isneginf": jnp.isneginf, "isreal": jnp.isreal, "signbit": jnp.signbit}.items():
         op(name)(lambda input, f=f: f(input))
 
@@ -96,7 +96,7 @@ _register()
 @op("logit")
 def logit(input: Any, eps: float | None = None) -> jax.Array:
     """Return the inverse of the logistic function. `eps` clamps its input away from 0 and 1."""
-    x = floating(input)
+    x = to_floating(input)
     x = x if eps is None else clamp(x, eps, 1 - eps)
     return jnp.log(x) - jnp.log1p(-x)
 
@@ -104,7 +104,7 @@ def logit(input: Any, eps: float | None = None) -> jax.Array:
 @op("mvlgamma", "special_multigammaln")
 def mvlgamma(input: Any, p: int) -> Any:
     """Return the logarithm of the multivariate gamma function of dimension p."""
-    return in_float32(functools.partial(_mvlgamma, p))(floating(input))
+    return in_float32(functools.partial(_mvlgamma, p))(to_floating(input))
 
 
 def _mvlgamma(p: int, x: Any) -> jax.Array:
@@ -115,7 +115,7 @@ def _mvlgamma(p: int, x: Any) -> jax.Array:
 @op("frexp")
 def frexp(input: Any) -> Any:
     """Return the mantissa, between a half and one, and the exponent of two."""
-    share, power = jnp.frexp(floating(input))
+    share, power = jnp.frexp(to_floating(input))
     both: Any = share, power.astype(jnp.int32)
     return torch.return_types.frexp(both)
 
@@ -123,7 +123,7 @@ def frexp(input: Any) -> Any:
 @op("ldexp")
 def ldexp(input: Any, other: Any) -> Any:
     """Return input * 2 ** other."""
-    a, b = promoted(input, pow_(2.0, other))
+    a, b = promote(input, pow_(2.0, other))
     return a * b
 
 
@@ -139,9 +139,9 @@ def float_power(input: Any, exponent: Any) -> jax.Array:
 @op("nextafter")
 def nextafter(input: Any, other: Any) -> jax.Array:
     """Return the next number towards `other`. The derivative is one, or zero where both are equal."""
-    a, b = promoted(input, other)
+    a, b = promote(input, other)
     moves = jnp.where(a == b, lax.stop_gradient(a), a)
-    return unnoticed(moves, jnp.nextafter(*map(lax.stop_gradient, (a, b))))
+    return write_without_grad(moves, jnp.nextafter(*map(lax.stop_gradient, (a, b))))
 
 
 @op("heaviside")

@@ -15,15 +15,15 @@ from jax.custom_derivatives import SymbolicZero
 
 
 @jax.custom_jvp
-def _direction(x: Any) -> jax.Array:
+def _complex_sign(x: Any) -> jax.Array:
     return jnp.sign(x)
 
 
-@_direction.defjvp
+@_complex_sign.defjvp
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     """Return the tangent: the part of the change that is perpendicular to the number, and zero at zero."""
     (x,), (change,) = primals, tangents
-    out, size = _direction(x), jnp.abs(x).astype(x.dtype)
+    out, size = _complex_sign(x), jnp.abs(x).astype(x.dtype)
     zero = size == 0
     turn = (change - out * out * jnp.conj(change)) / 2
     return out, jnp.where(zero, jnp.zeros((), x.dtype), turn / jnp.where(zero, jnp.ones((), x.dtype), size))
@@ -32,7 +32,7 @@ def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 def sign(x: Any) -> Any:
     """Return the sign of a real number (0 for NaN), or x / |x| of a complex one."""
     if jnp.iscomplexobj(x):
-        return _direction(x)
+        return _complex_sign(x)
     return x if x.dtype == bool else (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
@@ -48,7 +48,7 @@ def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     return absolute(x), jnp.real(jnp.conj(sign(x)) * change) if jnp.iscomplexobj(x) else sign(x) * change
 
 
-def _extreme(function: Callable[[Any, Any], Any], is_beyond: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _extreme_of_two(function: Callable[[Any, Any], Any], is_beyond: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a function for the larger or smaller of two. Equal elements share the gradient. If one is NaN, both have all of it."""
 
     @jax.custom_jvp
@@ -66,8 +66,8 @@ def _extreme(function: Callable[[Any, Any], Any], is_beyond: Callable[[Any, Any]
     return extreme
 
 
-maximum = _extreme(jnp.maximum, operator.gt)
-minimum = _extreme(jnp.minimum, operator.lt)
+maximum = _extreme_of_two(jnp.maximum, operator.gt)
+minimum = _extreme_of_two(jnp.minimum, operator.lt)
 
 
 @jax.custom_jvp
@@ -115,26 +115,26 @@ def relu(x: Any) -> jax.Array:
 relu.defjvps(lambda change, _, x: lax.select(x <= 0, lax.full_like(change, 0), change))
 
 
-def flat_at_zero(function: Callable[[Any], Any], x: Any) -> jax.Array:
+def zero_subgradient_at_zero(function: Callable[[Any], Any], x: Any) -> jax.Array:
     """Apply a function that is zero at zero, with zero as its derivative there."""
     zero = x == 0
     return jnp.where(zero, jnp.zeros_like(x), function(jnp.where(zero, jnp.ones_like(x), x)))
 
 
-def root(square: Any) -> jax.Array:
+def safe_sqrt(square: Any) -> jax.Array:
     """Return the square root. Its derivative at zero is zero, as in torch's norms and standard deviations."""
-    return flat_at_zero(jnp.sqrt, square)
+    return zero_subgradient_at_zero(jnp.sqrt, square)
 
 
-def angle(y: Any, x: Any) -> jax.Array:
+def arctan2(y: Any, x: Any) -> jax.Array:
     """Return the angle of the point (x, y). Its derivative at the origin is zero, as in torch."""
     origin = (y == 0) & (x == 0)
     return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), jnp.arctan2(y, jnp.where(origin, jnp.ones_like(x), x)))
 
 
-def argument(x: Any) -> jax.Array:
+def angle(x: Any) -> jax.Array:
     """Return the angle of a number in the complex plane. For real numbers its derivative is zero, and it is 0 at -0.0, as in torch."""
     if jnp.iscomplexobj(x):
-        return angle(x.imag, x.real)
+        return arctan2(x.imag, x.real)
     x = lax.stop_gradient(x)
     return jnp.where(x < 0, jnp.asarray(math.pi, x.dtype), jnp.where(jnp.isnan(x), x, jnp.zeros((), x.dtype)))

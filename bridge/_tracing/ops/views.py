@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge._tracing.context import where_now
-from bridge._tracing.op_registry import OPS, Op, op, viewed
-from bridge._tracing.tensor import Traced
+from bridge._tracing.context import current_module_path
+from bridge._tracing.op_registry import OPS, Op, make_view, op
+from bridge._tracing.tensor import TracedTensor
 
 
-def _each(name: str, function: Callable[[Any], Any]) -> None:
+def _register_for_each(name: str, function: Callable[[Any], Any]) -> None:
     """Register a function of one tensor that also accepts several."""
 
     def each(*tensors: Any) -> Any:
@@ -24,16 +24,16 @@ def _each(name: str, function: Callable[[Any], Any]) -> None:
     op(name, raw=True)(each)
 
 
-def _of_three(x: Any) -> Any:
+def _atleast_3d(x: Any) -> Any:
     return x.reshape(1, -1, 1) if x.ndim < 2 else x.unsqueeze(-1) if x.ndim == 2 else x
 
 
-_each("atleast_1d", lambda x: x if x.ndim else x.reshape(1))
-_each("atleast_2d", lambda x: x if x.ndim > 1 else x.reshape(1, -1))
-_each("atleast_3d", _of_three)
+_register_for_each("atleast_1d", lambda x: x if x.ndim else x.reshape(1))
+_register_for_each("atleast_2d", lambda x: x if x.ndim > 1 else x.reshape(1, -1))
+_register_for_each("atleast_3d", _atleast_3d)
 
 
-def _split_along(name: str, dim: int) -> None:
+def _register_split(name: str, dim: int) -> None:
     """Register `tensor_split` along this dim, or along the first dim of tensors that have fewer."""
 
     def split(input: Any, indices_or_sections: Any) -> Any:
@@ -42,12 +42,12 @@ def _split_along(name: str, dim: int) -> None:
     op(name, raw=True)(split)
 
 
-_split_along("hsplit", 1)
-_split_along("vsplit", 0)
-_split_along("dsplit", 2)
+_register_split("hsplit", 1)
+_register_split("vsplit", 0)
+_register_split("dsplit", 2)
 
 
-def sliced(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_dim(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Return a slice of one dim."""
     return input[(slice(None),) * (dim % input.ndim) + (slice(start, end, step),)]
 
@@ -56,7 +56,7 @@ def _register_copies() -> None:
     names = "detach diagonal expand narrow permute select split split_with_sizes squeeze t transpose unbind unsqueeze unfold view"
     for name in names.split():
         op(f"{name}_copy")(OPS[getattr(torch.Tensor, name)].handler)
-    op("slice_copy")(sliced)
+    op("slice_copy")(slice_dim)
     op("alias_copy")(lambda input: input)
     op("view_as_complex_copy")(OPS[torch.view_as_complex].handler)
     op("view_as_real_copy")(OPS[torch.view_as_real].handler)
@@ -72,7 +72,7 @@ def masked_select(input: Any, mask: Any) -> Any:
     return input.expand(shape)[mask.expand(shape)]
 
 
-def _offsets(size: Any, stride: Any, start: int) -> np.ndarray[Any, Any]:
+def _strided_offsets(size: Any, stride: Any, start: int) -> np.ndarray[Any, Any]:
     at = np.full((), start)
     for n, step in zip(size, stride, strict=True):
         at = at[..., None] + np.arange(n) * step
@@ -82,16 +82,17 @@ def _offsets(size: Any, stride: Any, start: int) -> np.ndarray[Any, Any]:
 @op("as_strided", raw=True)
 def as_strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Return a strided view of the elements of a contiguous tensor."""
-    layout = input.laid_out() if isinstance(input, Traced) else input
+    layout = input.as_meta_tensor() if isinstance(input, TracedTensor) else input
     own = int(layout.storage_offset())
     start = own if storage_offset is None else storage_offset
-    at = _offsets(size, stride, int(start) - own)
+    at = _strided_offsets(size, stride, int(start) - own)
     if not layout.is_contiguous() or (at.size and not 0 <= at.min() <= at.max() < layout.numel()):
         raise NotImplementedError(
-            f"as_strided reaches beyond its tensor {where_now()}, or that tensor is not contiguous, and a traced one has no memory "
+            f"as_strided reaches beyond its tensor {current_module_path()}, or that tensor is not contiguous, and a traced one has no "
+            "memory "
             "around it. Call it on the contiguous tensor that holds all those elements."
         )
-    return viewed(Op(lambda x, *_: jnp.take(x.ravel(), at), None), torch.as_strided, (input, tuple(size), tuple(stride), start), {})
+    return make_view(Op(lambda x, *_: jnp.take(x.ravel(), at), None), torch.as_strided, (input, tuple(size), tuple(stride), start), {})
 
 
 @op("as_strided_copy", raw=True)

@@ -14,33 +14,33 @@ import numpy as np
 import torch
 from jax import lax
 
-from bridge._tracing.materialize import on_cpu, once, together
+from bridge._tracing.materialize import barrier, materialize, on_cpu
 from bridge._tracing.op_registry import Op, add_ops, functions_named, op
 from bridge._tracing.promotion import jax_dtype
 
 # Windows of at most this many elements are reduced with one operation for each element.
-MOST_TAPS = 16
+MAX_UNROLLED_TAPS = 16
 
 
-def each(n: int, x: Any) -> tuple[int, ...]:
+def per_dim(n: int, x: Any) -> tuple[int, ...]:
     """Return one number for each of n dims."""
     return (int(x),) * n if isinstance(x, int | np.integer) else tuple(x) * n if len(x) == 1 else tuple(x)
 
 
-def batched(input: Any, n: int) -> tuple[Any, bool]:
+def add_batch_dim(input: Any, n: int) -> tuple[Any, bool]:
     """Return the input with a batch dim in front, and whether it had none."""
     return (input[None], True) if input.ndim == n + 1 else (input, False)
 
 
 def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> jax.Array:
     """Convolve over n dims."""
-    input, alone = batched(input, n)
-    stride, dilation = each(n, stride), each(n, dilation)
+    input, alone = add_batch_dim(input, n)
+    stride, dilation = per_dim(n, stride), per_dim(n, dilation)
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         pads = [(p // 2, p - p // 2) for p in total]
     else:
-        pads = [(p, p) for p in each(n, 0 if padding == "valid" else padding)]
+        pads = [(p, p) for p in per_dim(n, 0 if padding == "valid" else padding)]
     out = lax.conv_general_dilated(input, weight, stride, pads, rhs_dilation=dilation, feature_group_count=groups)
     out = out if bias is None else out + bias.reshape((-1,) + (1,) * n)
     return out[0] if alone else out
@@ -50,8 +50,8 @@ def conv_transpose(
     n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any
 ) -> jax.Array:
     """Return the gradient of a convolution with respect to its input."""
-    input, alone = batched(input, n)
-    stride, padding, extra, dilation = (each(n, x) for x in (stride, padding, output_padding, dilation))
+    input, alone = add_batch_dim(input, n)
+    stride, padding, extra, dilation = (per_dim(n, x) for x in (stride, padding, output_padding, dilation))
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
     # (in, out / groups, ...) -> (out, in / groups, ...), flipped.
@@ -91,11 +91,11 @@ def _register_convolutions() -> None:
 _register_convolutions()
 
 
-def _windows(input: Any, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+def _reduce_window_args(input: Any, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
     """Return the arguments of `reduce_window`. `ceil_mode` pads the right side until each window that starts inside fits."""
-    kernel = each(n, kernel)
-    stride = kernel if stride is None or stride == [] or stride == () else each(n, stride)
-    padding, dilation = each(n, padding), each(n, dilation)
+    kernel = per_dim(n, kernel)
+    stride = kernel if stride is None or stride == [] or stride == () else per_dim(n, stride)
+    padding, dilation = per_dim(n, padding), per_dim(n, dilation)
     pads = []
     for size, k, s, p, d in zip(input.shape[2:], kernel, stride, padding, dilation, strict=True):
         span = size + 2 * p - d * (k - 1) - 1
@@ -113,20 +113,20 @@ def _lowest(dtype: Any) -> Any:
 
 def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
     """Return the largest element of each window. Dilated windows are gathered, because jax has no derivative for them."""
-    if any(d != 1 for d in each(n, dilation)):
+    if any(d != 1 for d in per_dim(n, dilation)):
         return max_pool_with_indices(n, input, kernel, stride, padding, dilation, ceil_mode)[0]
-    input, alone = batched(input, n)
-    window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
+    input, alone = add_batch_dim(input, n)
+    window, strides, pads, dilations = _reduce_window_args(input, n, kernel, stride, padding, dilation, ceil_mode)
     low = _lowest(input.dtype)
-    if math.prod(window) <= MOST_TAPS and all(k <= s for k, s in zip(window, strides, strict=True)) and set(dilations) == {1}:
-        tiles = _tiles(input, low, window[2:], strides[2:], pads[2:])
-        out = jnp.moveaxis(once(_largest(on_cpu(), tiles)), -1, 1)
+    if math.prod(window) <= MAX_UNROLLED_TAPS and all(k <= s for k, s in zip(window, strides, strict=True)) and set(dilations) == {1}:
+        tiles = _nonoverlapping_windows(input, low, window[2:], strides[2:], pads[2:])
+        out = jnp.moveaxis(materialize(_window_max(on_cpu(), tiles)), -1, 1)
     else:
         out = lax.reduce_window(input, low, lax.max, window, strides, pads, window_dilation=dilations)
     return out[0] if alone else out
 
 
-def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> jax.Array:
+def _nonoverlapping_windows(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> jax.Array:
     """Return windows that do not overlap as (N, window, element, ..., C). Loops over this layout need no integer division."""
     sizes = list(zip(input.shape[2:], window, strides, pads, strict=True))
     counts = [(size + sum(pad) - k) // s + 1 for size, k, s, pad in sizes]
@@ -138,7 +138,7 @@ def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ..
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _largest(stored: bool, tiles: Any) -> Any:
+def _window_max(stored: bool, tiles: Any) -> Any:
     """Return the largest element of each window, (N, window, ..., C).
 
     The first of equal elements has the gradient, and the last of NaNs, as in torch. The gradient is a comparison; the one of
@@ -154,16 +154,16 @@ def _taps(tiles: Any) -> list[Any]:
     return [tiles[(slice(None), *(i for k in at for i in (slice(None), k)))] for at in places]
 
 
-@_largest.defjvp
+@_window_max.defjvp
 def _(stored: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (tiles,), (change,) = primals, tangents
-    axes, out, taps = tuple(range(2, tiles.ndim - 1, 2)), _largest(stored, tiles), list(enumerate(_taps(tiles)))
+    axes, out, taps = tuple(range(2, tiles.ndim - 1, 2)), _window_max(stored, tiles), list(enumerate(_taps(tiles)))
     which = jnp.zeros(out.shape, jnp.int32)
     for i, x in taps[::-1]:
         which = jnp.where(x == out, jnp.int32(i), which)
     for i, x in taps:
         which = jnp.where(x != x, jnp.int32(i), which)
-    which = together(which) if stored else which
+    which = barrier(which) if stored else which
     inner = [n if a in axes else 1 for a, n in enumerate(tiles.shape)]
     own = jnp.expand_dims(which, axes) == jnp.arange(len(taps), dtype=jnp.int32).reshape(inner)
     return out, jnp.sum(jnp.where(own, change, jnp.zeros((), change.dtype)), axes)
@@ -173,8 +173,8 @@ def max_pool_with_indices(
     n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
     """Return the largest element of each window, and its index in the flattened plane."""
-    input, alone = batched(input, n)
-    window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
+    input, alone = add_batch_dim(input, n)
+    window, strides, pads, dilations = _reduce_window_args(input, n, kernel, stride, padding, dilation, ceil_mode)
     plane = input.shape[2:]
     places = jnp.broadcast_to(jnp.arange(math.prod(plane), dtype=jnp.int32).reshape(plane), input.shape)
     spatial = [(p[0], p[1], 0) for p in pads]
@@ -184,11 +184,11 @@ def max_pool_with_indices(
         np.arange(0, size - d * (k - 1), s) for size, k, s, d in zip(padded.shape[2:], window[2:], strides[2:], dilations[2:], strict=True)
     ]
     reaches = [start[:, None] + np.arange(k) * d for start, k, d in zip(starts, window[2:], dilations[2:], strict=True)]
-    out = largest_of(padded, places, reaches)
+    out = max_with_indices(padded, places, reaches)
     return tuple(x[0] for x in out) if alone else out
 
 
-def largest_of(input: Any, places: Any, reaches: list[Any]) -> tuple[Any, Any]:
+def max_with_indices(input: Any, places: Any, reaches: list[Any]) -> tuple[Any, Any]:
     """Return the largest element of each window of (N, C, ...), and its index.
 
     `reaches`: for each dim, the positions of the elements of its windows, (windows, elements).
@@ -214,8 +214,8 @@ def avg_pool(
     divisor_override: int | None = None,
 ) -> Any:
     """Return the mean of each window; integers are truncated. The padding that `ceil_mode` adds on the right is never counted."""
-    input, alone = batched(input, n)
-    window, strides, pads, _ = _windows(input, n, kernel, stride, padding, 1, ceil_mode)
+    input, alone = add_batch_dim(input, n)
+    window, strides, pads, _ = _reduce_window_args(input, n, kernel, stride, padding, 1, ceil_mode)
     zero = np.asarray(0, input.dtype)
     out = lax.reduce_window(input, zero, lax.add, window, strides, pads)
     mean = lax.div if jnp.issubdtype(out.dtype, jnp.integer) else operator.truediv
@@ -224,7 +224,7 @@ def avg_pool(
         return out[0] if alone else out
     ones, outer = np.ones(input.shape[2:], np.float32), pads
     if count_include_pad:
-        inner = [(p, p) for p in each(n, padding)]
+        inner = [(p, p) for p in per_dim(n, padding)]
         ones = np.pad(ones, inner, constant_values=1)
         outer = [(0, 0), (0, 0), *((a - i, b - i) for (a, b), (i, _) in zip(pads[2:], inner, strict=True))]
     count = lax.reduce_window(jnp.asarray(ones)[None, None], np.float32(0), lax.add, window, strides, outer)
@@ -237,7 +237,7 @@ def adaptive_bins(size: int, out: int) -> list[tuple[int, int]]:
     return [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
 
 
-def adaptive(n: int, input: Any, output_size: Any, reduce: Any) -> Any:
+def adaptive_pool(n: int, input: Any, output_size: Any, reduce: Any) -> Any:
     """Reduce a fixed number of windows along each of the last n dims. They overlap if their number does not divide the size."""
     sizes = [output_size] * n if isinstance(output_size, int) or output_size is None else list(output_size)
     for axis, out in zip(range(input.ndim - n, input.ndim), sizes, strict=True):
@@ -281,7 +281,7 @@ def _register_pools() -> None:
             return avg_pool(n, input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
         def adaptive_means(input: Any, output_size: Any, n: int = n) -> Any:
-            return adaptive(n, input, output_size, lambda x, a: jnp.mean(x, a))
+            return adaptive_pool(n, input, output_size, lambda x, a: jnp.mean(x, a))
 
         def largest_with_places(
             input: Any,

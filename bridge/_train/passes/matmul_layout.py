@@ -18,22 +18,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bridge._ir.jaxpr import instead, is_plain, replaced, throughout
+from bridge._ir.jaxpr import is_replaceable, replace_eqn, rewrite_bottom_up, with_eqns
 from bridge._ir.types import Atom, Eqn, Jaxpr, Literal, Var, aval_of
-from bridge._tracing.materialize import together
+from bridge._tracing.materialize import barrier
 
 _Params: TypeAlias = dict[str, Any]  # parameters of an equation
-_HALF = jnp.dtype("bfloat16")
+_BFLOAT16 = jnp.dtype("bfloat16")
 # XLA's CPU compiler in jax 0.8 has no bfloat16 product with a float32 result for some shapes; the one in jax 0.10 has it.
 _HAS_FLOAT32_RESULT = jax.__version_info__ >= (0, 10)
 
 
-def arranged(jaxpr: Jaxpr) -> Jaxpr:
+def arrange_matmuls(jaxpr: Jaxpr) -> Jaxpr:
     """Return the program with its products and transposes arranged; the same object if there is nothing to arrange."""
-    return throughout(jaxpr, _own)
+    return rewrite_bottom_up(jaxpr, _rewrite)
 
 
-def _own(jaxpr: Jaxpr) -> Jaxpr:
+def _rewrite(jaxpr: Jaxpr) -> Jaxpr:
     uses: dict[Var, int] = {}
     for v in (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars):
         if not isinstance(v, Literal):
@@ -42,26 +42,26 @@ def _own(jaxpr: Jaxpr) -> Jaxpr:
         eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1
     }
     transposed: dict[Atom, Eqn] = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
-    return replaced(jaxpr, [_arranged(eqn, joined, transposed) for eqn in jaxpr.eqns])
+    return with_eqns(jaxpr, [_arrange_eqn(eqn, joined, transposed) for eqn in jaxpr.eqns])
 
 
-def _arranged(eqn: Eqn, joined: dict[Atom, Eqn], transposed: dict[Atom, Eqn]) -> Eqn:
+def _arrange_eqn(eqn: Eqn, joined: dict[Atom, Eqn], transposed: dict[Atom, Eqn]) -> Eqn:
     name = eqn.primitive.name
-    if name == "dot_general" and is_plain(eqn):
-        rounds = _HAS_FLOAT32_RESULT and all(aval_of(v).dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
-        eqn = _as_before(eqn, transposed) if rounds else eqn
+    if name == "dot_general" and is_replaceable(eqn):
+        rounds = _HAS_FLOAT32_RESULT and all(aval_of(v).dtype == _BFLOAT16 for v in (*eqn.invars, *eqn.outvars))
+        eqn = _read_untransposed(eqn, transposed) if rounds else eqn
         params = eqn.params | {"preferred_element_type": aval_of(eqn.outvars[0]).dtype}
-        if _across(eqn):
-            return instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
+        if _contracts_leading_dims(eqn):
+            return replace_eqn(eqn, eqn.invars, lambda a, b: _transpose_smaller_side(a, b, params))
         if rounds:
-            return instead(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params))
+            return replace_eqn(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params))
     if name == "transpose" and eqn.invars[0] in joined:
         parts, order = joined[eqn.invars[0]], eqn.params["permutation"]
-        return instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
+        return replace_eqn(eqn, parts.invars, lambda *xs: _concatenate_transposed(xs, parts.params["dimension"], order))
     return eqn
 
 
-def _across(eqn: Eqn) -> bool:
+def _contracts_leading_dims(eqn: Eqn) -> bool:
     """Return whether a product contracts the first dimensions of both operands, neither of which is a vector."""
     (contracting, batch), sides = eqn.params["dimension_numbers"], list(map(aval_of, eqn.invars))
     for over, kept, side in zip(contracting, batch, sides, strict=True):
@@ -71,7 +71,7 @@ def _across(eqn: Eqn) -> bool:
     return math.prod(sides[0].shape[i] for i in contracting[0]) > 1
 
 
-def _as_before(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
+def _read_untransposed(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
     """Return a product that reads operands without batch dimensions as they were before a transpose, if the result stays the same."""
     over, batch = eqn.params["dimension_numbers"]
     sides = [*zip(eqn.invars, map(tuple, over), strict=True)]
@@ -88,13 +88,13 @@ def _as_before(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
 def _product(left: jax.Array, right: jax.Array, dims: lax.DotDimensionNumbers, params: _Params) -> jax.Array:
     """Return the product in the requested dtype; a bfloat16 product is summed in float32."""
     dtype = params["preferred_element_type"]
-    rounds = _HAS_FLOAT32_RESULT and left.dtype == right.dtype == dtype == _HALF
+    rounds = _HAS_FLOAT32_RESULT and left.dtype == right.dtype == dtype == _BFLOAT16
     return lax.dot_general(
         left, right, dims, precision=params["precision"], preferred_element_type=jnp.float32 if rounds else dtype
     ).astype(dtype)
 
 
-def _turned(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
+def _transpose_smaller_side(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
     """Return the product with the smaller operand transposed. If that swaps the operands, the result is transposed."""
     (over, over_right), (batch, _) = params["dimension_numbers"]
     lead = len(batch) + len(over)
@@ -105,14 +105,14 @@ def _turned(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
     lot, rows = tuple(range(len(batch))), small.ndim - lead
     small = lax.transpose(small, (*lot, *range(lead, small.ndim), *(mine for _, mine in pairs)))
     # The barrier is on one dimension, because the matmul library ignores a transpose that only changes the layout.
-    small = together(small.reshape(-1)).reshape(small.shape) if small.dtype == _HALF else together(small)
+    small = barrier(small.reshape(-1)).reshape(small.shape) if small.dtype == _BFLOAT16 else barrier(small)
     dims = (tuple(range(len(lot) + rows, small.ndim)), tuple(its for its, _ in pairs)), (lot, lot)
     precision = params["precision"]
     precision = precision[::-1] if swapped and isinstance(precision, tuple) else precision
-    out = together(_product(small, large, dims, params | {"precision": precision}))
+    out = barrier(_product(small, large, dims, params | {"precision": precision}))
     free = range(len(lot), out.ndim)
     return lax.transpose(out, (*lot, *free[rows:], *free[:rows])) if swapped else out
 
 
-def _joined(parts: Sequence[jax.Array], dimension: int, order: tuple[int, ...]) -> jax.Array:
+def _concatenate_transposed(parts: Sequence[jax.Array], dimension: int, order: tuple[int, ...]) -> jax.Array:
     return lax.concatenate([lax.transpose(x, order) for x in parts], order.index(dimension))

@@ -302,8 +302,8 @@ def test_no_residuals_are_kept_without_grad_mode():
         out = f(x)
     assert out.is_inference()
     torch.testing.assert_close(out.clone(), torch.sin(x.detach()))
-    program = next(iter(f._known.values()))[0]
-    assert list(program._made) == ["run"], "a program with residuals was compiled"
+    program = next(iter(f._by_signature.values()))[0]
+    assert list(program._cache) == ["run"], "a program with residuals was compiled"
 
 
 # ------------------------------------------------------------------ signatures

@@ -45,11 +45,11 @@ def frames(function):
 
 def test_warm_call_enters_few_project_functions_and_no_context(monkeypatch):
     f, (a, b) = bridge.jax_function(lambda a, b: jnp.sin(a) * b), pair(16, 16)
-    monkeypatch.setattr(traced_function, "operands", None)  # neither the import of torch's nor of jax's is called
+    monkeypatch.setattr(traced_function, "as_call_arguments", None)  # neither the import of torch's nor of jax's is called
     expected = f(a, b), f(a.detach(), b.detach())
-    monkeypatch.setattr(traced_function, "X64", None)
+    monkeypatch.setattr(traced_function, "enable_x64", None)
     monkeypatch.setattr(jax_function, "scope", None)
-    without = ["__call__", "_transformed", "plain", "at", "__call__", "_run", "results"]
+    without = ["__call__", "is_transformed", "fast_signature", "call_at_addresses", "__call__", "_run", "results_as_tensors"]
     assert set(frames(lambda: f(a, b))) - {"<listcomp>"} == {*without, "forward"}
     assert len(frames(lambda: f(a, b))) <= 10
     assert len(frames(lambda: f(a.detach(), b.detach()))) <= 9
@@ -59,15 +59,15 @@ def test_warm_call_enters_few_project_functions_and_no_context(monkeypatch):
 def test_small_recorded_call_keeps_no_residuals():
     f, (a, b) = bridge.jax_function(lambda a, b: jnp.sin(a) * b), pair(16, 16)
     f(a, b)
-    ((call, recording, _),) = f._quick.values()
-    assert (call, len(call._cross), recording.ends, recording.needed) == (recording.forward, 1, (1, 1), (0, 1))
+    ((call, recording, _),) = f._by_fast_signature.values()
+    assert (call, len(call._is_transferable), recording.split_points, recording.needed_argnums) == (recording.forward, 1, (1, 1), (0, 1))
 
 
 def test_unusual_call_does_not_match_an_earlier_fast_signature():
     f = bridge.jax_function(lambda x: x * 2)
     x = torch.arange(64.0)
     f(x)
-    assert len(f._quick) == 1
+    assert len(f._by_fast_signature) == 1
     others = [
         torch._neg_view(x),
         torch.arange(128.0)[::2],
@@ -81,7 +81,7 @@ def test_unusual_call_does_not_match_an_earlier_fast_signature():
     for other in others:
         for _ in range(2):
             torch.testing.assert_close(f(other), torch.Tensor(other.resolve_neg()).to(other.dtype) * 2)
-    assert len(f._quick) == 3, "transposed and 64-bit arguments also have a fast signature"
+    assert len(f._by_fast_signature) == 3, "transposed and 64-bit arguments also have a fast signature"
 
 
 def test_equal_static_values_of_other_types_have_separate_programs():
@@ -97,7 +97,7 @@ def test_trees_and_floats_have_fast_signatures():
     for s in (2.0, 3.0):
         out = f({"x": x, "z": [z]}, s, mode="a")
         torch.testing.assert_close(out, {"y": x * s + z, "n": x.sum()})
-    assert (len(f._quick), f.programs) == (1, 1)
+    assert (len(f._by_fast_signature), f.programs) == (1, 1)
     assert "_any" not in frames(lambda: f({"x": x, "z": [z]}, 4.0, mode="a"))
 
 
@@ -111,9 +111,9 @@ def test_tensors_of_torch_func_use_the_general_path():
 
 def test_freed_storage_has_no_address():
     x = torch.ones(8)
-    assert fast_signature.plain([x])[2] == [x.data_ptr()]
+    assert fast_signature.fast_signature([x])[2] == [x.data_ptr()]
     x.untyped_storage().resize_(0)
-    assert fast_signature.plain([x]) is None
+    assert fast_signature.fast_signature([x]) is None
     assert fast_signature.addresses_of([x], [(torch.float32, 8)]) is None
 
 
@@ -145,22 +145,22 @@ def test_hook_that_returns_another_size_raises():
 
 
 def test_fast_signatures_are_bounded_and_dropped_with_their_programs(monkeypatch):
-    monkeypatch.setattr(jax_function, "_PROGRAMS_KEPT", 3)
+    monkeypatch.setattr(jax_function, "_MAX_PROGRAMS", 3)
     f = bridge.jax_function(lambda x, n: x * n)
     for n in range(7):
         f(torch.ones(2), n)
         f(torch.ones(2, requires_grad=True), n)
-        assert len(f._quick) <= 3
-        programs = {id(program) for program, _ in f._known.values()}
-        assert all(recording is None or id(recording.program) in programs for _, recording, _ in f._quick.values())
+        assert len(f._by_fast_signature) <= 3
+        programs = {id(program) for program, _ in f._by_signature.values()}
+        assert all(recording is None or id(recording.program) in programs for _, recording, _ in f._by_fast_signature.values())
 
 
 def test_public_fallbacks_give_the_same_results(monkeypatch):
     f, (a, b) = bridge.jax_function(lambda a, b: jnp.cumsum(a) * b), pair(64)
     expected = torch.autograd.grad(f(a, b).sum(), (a, b))
-    monkeypatch.setattr(jax_function, "_record", autograd_functions._Recorded.apply)
-    monkeypatch.setattr(dlpack, "_cpu_calls", lambda: None)
-    monkeypatch.setattr(call_arguments, "_cpu_calls", lambda: None)
+    monkeypatch.setattr(jax_function, "record_call", autograd_functions.RecordedCall.apply)
+    monkeypatch.setattr(dlpack, "_capsule_calls", lambda: None)
+    monkeypatch.setattr(call_arguments, "_capsule_calls", lambda: None)
     monkeypatch.setattr(dlpack, "_exporter", lambda: torch.from_dlpack)
     monkeypatch.setattr(call_arguments, "_exporter", lambda: torch.from_dlpack)
     torch.testing.assert_close(torch.autograd.grad(f(a, b).sum(), (a, b)), expected)
@@ -174,7 +174,7 @@ def test_public_fallbacks_give_the_same_results(monkeypatch):
 def recorded(fn, *args):
     f = bridge.jax_function(fn)
     out = f(*args)
-    recording = next(iter(f._known.values()))[0].recording(tuple(range(len(args))))
+    recording = next(iter(f._by_signature.values()))[0].with_residuals(tuple(range(len(args))))
     return out, recording
 
 
@@ -193,15 +193,15 @@ def test_few_elementwise_operations_are_rematerialized(name, monkeypatch):
     fn, like, count = ANEW[name]
     a, b = pair(32)
     out, recording = recorded(fn, a, b)
-    assert len(recording.kept) == count
+    assert len(recording.transferable) == count
     expected = like(a, b)
     seed = torch.randn(32)
     want = torch.autograd.grad(expected, (a, b), seed)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(torch.autograd.grad(out, (a, b), seed), want, atol=1e-5, rtol=1e-5)
-    monkeypatch.setattr(residuals, "ANEW", 0)
+    monkeypatch.setattr(residuals, "MAX_REMATERIALIZED", 0)
     again, recording = recorded(fn, a, b)
-    assert len(recording.kept) > 0
+    assert len(recording.transferable) > 0
     torch.testing.assert_close(torch.autograd.grad(again, (a, b), seed), want, atol=1e-5, rtol=1e-5)
 
 
@@ -211,12 +211,12 @@ def test_rematerialization_of_large_arguments_is_bounded_in_total():
 
     a, b = pair(400)
     out, recording = recorded(fn, a, b)
-    made = len(recording._anew)
-    assert 0 < made * 400 <= residuals.ANEW
-    assert len(recording.kept) >= 21 - made
+    made = len(recording._rematerialized)
+    assert 0 < made * 400 <= residuals.MAX_REMATERIALIZED
+    assert len(recording.transferable) >= 21 - made
     want = sum(torch.sin(a * i) for i in range(1, 21)) * b
     torch.testing.assert_close(torch.autograd.grad(out.sum(), (a, b)), torch.autograd.grad(want.sum(), (a, b)), atol=1e-3, rtol=1e-3)
-    assert not recorded(fn, *pair(5000))[1]._anew
+    assert not recorded(fn, *pair(5000))[1]._rematerialized
 
 
 def test_rematerialization_gets_all_kinds_of_arguments():
@@ -225,7 +225,7 @@ def test_rematerialization_gets_all_kinds_of_arguments():
 
     f, (a, b), values = bridge.jax_function(fn), pair(8), np.arange(8, dtype=np.float32)
     found = torch.autograd.grad(f(a, b, 3.0, values).sum(), (a, b))
-    recording = next(iter(f._known.values()))[0].recording((0, 1))
-    assert (recording.needed, recording.kept) == ((0,), [])
-    assert recording._anew
+    recording = next(iter(f._by_signature.values()))[0].with_residuals((0, 1))
+    assert (recording.needed_argnums, recording.transferable) == ((0,), [])
+    assert recording._rematerialized
     torch.testing.assert_close(found, (3 * torch.cos(3 * a.detach()) * torch.from_numpy(values), torch.full((8,), 2.0)))

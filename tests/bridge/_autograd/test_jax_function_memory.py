@@ -41,7 +41,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.into, self.out = [], []
-        run, results = traced_function.Call._run, call_arguments.results
+        run, results = traced_function.CompiledCall._run, call_arguments.results_as_tensors
 
         def watched_run(call, flat, others):
             # The compiled call treats an operand like this: it reads aligned memory without a copy.
@@ -53,8 +53,8 @@ class Seen:
             self.out.append([(x.unsafe_buffer_pointer(), t.data_ptr()) for x, t in zip(arrays, found, strict=True)])
             return found
 
-        monkeypatch.setattr(traced_function.Call, "_run", watched_run)
-        monkeypatch.setattr(traced_function, "results", watched_results)
+        monkeypatch.setattr(traced_function.CompiledCall, "_run", watched_run)
+        monkeypatch.setattr(traced_function, "results_as_tensors", watched_results)
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arguments_and_outputs_are_not_copied(layout, seen):
     x, f = LAYOUTS[layout](), bridge.jax_function(lambda x: x * x)
-    ys = [f(x), f(x), f._any((x,), {})]
-    assert len(f._quick) == 1, "the call did not use the fast path"
+    ys = [f(x), f(x), f._call_any((x,), {})]
+    assert len(f._by_fast_signature) == 1, "the call did not use the fast path"
     assert seen.into == [[x.data_ptr()]] * 3
     assert seen.out == [[(y.data_ptr(), y.data_ptr())] for y in ys]
     for y in ys:
@@ -104,8 +104,8 @@ def test_only_residuals_are_kept_alive():
     for fn, expected in cases.items():
         f = bridge.jax_function(fn)
         f(torch.randn(80, 80, requires_grad=True), torch.randn(80, 80, requires_grad=True))
-        recording = next(iter(f._known.values()))[0].recording((0, 1))
-        assert (recording.needed, recording.outputs, len(recording.kept)) == expected
+        recording = next(iter(f._by_signature.values()))[0].with_residuals((0, 1))
+        assert (recording.needed_argnums, recording.residual_out_indices, len(recording.transferable)) == expected
 
 
 CONSTANT = jnp.ones(64)
@@ -172,11 +172,11 @@ def test_comparison_detects_a_call_that_does_not_wait():
     """The same program without the wait: the test above can fail."""
     x, w = constants()
     product()(x, w)
-    program = next(p for (p, _) in product()._known.values() if p.tensors[0].shape == (ROWS, SIDE))
-    compiled, stale = program._made["run"]._compiled, 0
+    program = next(p for (p, _) in product()._by_signature.values() if p.tensor_specs[0].shape == (ROWS, SIDE))
+    compiled, stale = program._cache["run"]._compiled, 0
     for _ in range(100):
         x.fill_(3)
-        (y,) = compiled(*call_arguments.operands([x, w], [None, None]))
+        (y,) = compiled(*call_arguments.as_call_arguments([x, w], [None, None]))
         x.fill_(-1)
         stale += not bool((bridge.to_torch(y) == 3).all())
     assert stale
@@ -222,7 +222,7 @@ def test_residuals_are_freed_with_the_backward_and_with_the_graph():
 def test_programs_are_freed_with_the_function():
     f = bridge.jax_function(lambda x: x + 1)
     f(torch.ones(3))
-    program = weakref.ref(next(iter(f._known.values()))[0])
+    program = weakref.ref(next(iter(f._by_signature.values()))[0])
     del f
     gc.collect()
     assert program() is None

@@ -49,7 +49,7 @@ on_jax = pytest.mark.parametrize("names", [of_jax, BARE_JAX], ids=["private", "s
 @pytest.mark.skipif(not NEWEST, reason="older releases lack some of them")
 def test_this_release_has_each_name():
     missing = object()
-    of_torch.heard(), of_jax.by_program()
+    of_torch.step_observers(), of_jax.has_per_program_flag()
     assert len(lookup.NAMES) > 35
     assert [path for path in sorted(lookup.NAMES) if lookup.private(path, missing) is missing] == []
 
@@ -96,25 +96,25 @@ def test_allocations_are_compared_under_lazy_clones(names, monkeypatch):
 @on_torch
 def test_number_of_holders_is_never_underestimated(names):
     known, tensor = names is of_torch, torch.ones(4)
-    assert (names.is_view(tensor), names.storage_holders(tensor)) == ((False, 1) if known else (True, 0))
+    assert (names.is_view(tensor), names.storage_use_count(tensor)) == ((False, 1) if known else (True, 0))
     view = tensor.view(2, 2)
-    assert (names.is_view(view), names.storage_holders(view)) == ((True, 2) if known else (True, 0))
+    assert (names.is_view(view), names.storage_use_count(view)) == ((True, 2) if known else (True, 0))
     assert not names.is_only_view(view)
     alone = names.is_only_view(torch.ones(4).view(2, 2))  # outside of the assertion, where pytest would hold the base
     assert alone is known
 
 
 def test_memory_is_not_adopted_if_torch_hides_its_holders(monkeypatch):
-    assert adoption.cannot_own(torch.ones(4)) == ""
-    monkeypatch.setattr(adoption, "storage_holders", BARE_TORCH.storage_holders)
-    assert adoption.cannot_own(torch.ones(4)) == adoption.SHARED
+    assert adoption.why_not_adoptable(torch.ones(4)) == ""
+    monkeypatch.setattr(adoption, "storage_use_count", BARE_TORCH.storage_use_count)
+    assert adoption.why_not_adoptable(torch.ones(4)) == adoption.SHARED
     monkeypatch.setattr(adoption, "is_view", BARE_TORCH.is_view)
-    assert adoption.cannot_own(torch.ones(4)) == "a view of another tensor"
+    assert adoption.why_not_adoptable(torch.ones(4)) == "a view of another tensor"
 
 
 @on_torch
 def test_guard_rejects_other_metadata(names):
-    made = names.guard([torch.zeros(2, 3)])
+    made = names.make_guard([torch.zeros(2, 3)])
     assert (made is not None) is (names is of_torch)
     assert made is None or (made(torch.ones(2, 3)), made(torch.ones(3, 2))) == (True, False)
 
@@ -128,7 +128,7 @@ def test_guards_with_wrong_answers_are_not_used(monkeypatch):
             return True
 
     monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", AlwaysTrue)
-    assert of_torch._guard() is of_torch.no_guard
+    assert of_torch._find_guard() is of_torch.no_guard
 
 
 @on_torch
@@ -142,7 +142,7 @@ def test_write_changes_the_version(names):
 
 @on_torch
 def test_step_has_no_listeners_only_if_torch_says_so(names):
-    before, after, somewhere, here = names.heard()
+    before, after, somewhere, here = names.step_observers()
     assert (before, after) == ({}, {})
     assert (somewhere(), here()) == ((False, False) if names is of_torch else (True, False))
     with torch.autograd.profiler.profile():
@@ -187,10 +187,10 @@ class Double(torch.autograd.Function):
 @on_torch
 def test_fast_apply_equals_function_apply(names, monkeypatch):
     x = torch.ones(2, requires_grad=True)
-    names.apply_of(Double)(x).sum().backward()
+    names.unchecked_apply(Double)(x).sum().backward()
     assert x.grad.tolist() == [2, 2]
-    assert issubclass(Double, names.FUNCTION)
-    assert names.FUNCTION is not torch.autograd.Function or names is BARE_TORCH
+    assert issubclass(Double, names.FUNCTION_BASE)
+    assert names.FUNCTION_BASE is not torch.autograd.Function or names is BARE_TORCH
 
     class Alone:
         pass
@@ -199,7 +199,7 @@ def test_fast_apply_equals_function_apply(names, monkeypatch):
         apply = staticmethod(abs)
 
     monkeypatch.setattr(torch.autograd, "Function", Alone)
-    assert names.apply_of(Own) is abs
+    assert names.unchecked_apply(Own) is abs
 
 
 @on_torch
@@ -236,10 +236,10 @@ def test_module_hooks_and_classes_are_found(names):
     assert [issubclass(kind, names.CONVOLUTIONS) for kind in (*convolutions, nn.Linear)] == [True] * 3 + [False]
 
 
-@pytest.mark.parametrize("space", of_torch.BENEATH)
+@pytest.mark.parametrize("space", of_torch.PRIVATE_NAMESPACES)
 def test_builtin_functions_equal_the_public_ones(space):
-    public = vars(BARE_TORCH.BENEATH[space])
-    same = [name for name, function in public.items() if getattr(of_torch.BENEATH[space], name, None) is function]
+    public = vars(BARE_TORCH.PRIVATE_NAMESPACES[space])
+    same = [name for name, function in public.items() if getattr(of_torch.PRIVATE_NAMESPACES[space], name, None) is function]
     assert len(same) > 10
     for name in same[:5]:
         assert public[name] in functions_named(name)
@@ -260,9 +260,9 @@ def test_dirichlet_sample_is_drawn(names):
 
 
 def test_in_place_operators_are_known():
-    assert isinstance(torch.ops.aten.add, of_torch.OVERLOADS)
+    assert isinstance(torch.ops.aten.add, of_torch.OVERLOAD_PACKET)
     found = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.add.out, object()
-    assert list(map(of_torch.writes, found)) == [False, True, True, True]
+    assert list(map(of_torch.mutates_arguments, found)) == [False, True, True, True]
 
 
 # ------------------------------------------------------------------ jax
@@ -279,26 +279,26 @@ def test_program_options_are_set_only_within_the_context(names):
     from jax._src import compiler
 
     with names.extra_option("a"):
-        assert (names._asked.option == "a") is names.by_program()
+        assert (names._thread_option.option == "a") is names.has_per_program_flag()
         inside = compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()
     outside = compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()
-    assert (inside == outside) is not names.by_program()
-    assert not BARE_JAX.by_program()
+    assert (inside == outside) is not names.has_per_program_flag()
+    assert not BARE_JAX.has_per_program_flag()
 
 
 @on_jax
 def test_arrays_convert_to_and_from_capsules(names, monkeypatch):
     monkeypatch.setattr(dlpack, "array_from_capsule", names.array_from_capsule)
     monkeypatch.setattr(dlpack, "capsule_from_array", names.capsule_from_array)
-    dlpack._cpu_calls.cache_clear()
+    dlpack._capsule_calls.cache_clear()
     try:
-        importer, calls = dlpack._raw_importer("cpu"), dlpack._cpu_calls()
+        importer, calls = dlpack._raw_importer("cpu"), dlpack._capsule_calls()
     finally:
-        dlpack._cpu_calls.cache_clear()
+        dlpack._capsule_calls.cache_clear()
     assert (calls is None) is (names is BARE_JAX)
     assert (importer is None) is (names is BARE_JAX) or not NEWEST  # jaxlib 0.8 has other arguments
     tensor = torch.arange(64.0)
-    array = (importer or dlpack._public_import)(tensor, dlpack.cpu())
+    array = (importer or dlpack._public_import)(tensor, dlpack.cpu_device())
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
 
 
@@ -312,10 +312,10 @@ def test_numpy_views_an_array_on_the_cpu(names):
 
 @on_jax
 def test_streams_are_used_only_if_they_can_be_read_and_set(names):
-    assert BARE_JAX.streams is None
-    assert streams._calls is of_jax.streams
-    if names.streams is not None:
-        read, choose = names.streams
+    assert BARE_JAX.stream_calls is None
+    assert streams._stream_calls is of_jax.stream_calls
+    if names.stream_calls is not None:
+        read, choose = names.stream_calls
         before = read()
         choose(before + 5)
         found = read()
@@ -334,7 +334,7 @@ def test_programs_from_the_persistent_cache_are_counted(names):
 @on_jax
 def test_tracer_of_an_inner_trace_is_recognized(names):
     state, found = names.trace_state(), []
-    jax.jit(lambda x: found.append((names.ends_before(x, state), names.ends_before(x, names.trace_state()))) or x)(1.0)
+    jax.jit(lambda x: found.append((names.is_from_inner_trace(x, state), names.is_from_inner_trace(x, names.trace_state()))) or x)(1.0)
     assert found == [(names is of_jax, False)]
 
 
@@ -345,9 +345,9 @@ def test_error_names_what_torch2jax_lacks(monkeypatch):
     torch2jax.torch2jax.cache_clear()
     monkeypatch.delattr(package, "RngPooperContext")
     with pytest.raises(ImportError, match=r"has no RngPooperContext, by which .* 0\.1 has it\. Install it"):
-        torch2jax.torchish()
+        torch2jax.torchish_class()
     monkeypatch.undo()
-    assert torch2jax.torchish() is package.Torchish
+    assert torch2jax.torchish_class() is package.Torchish
 
 
 def test_draws_of_torch2jax_use_our_keys():
@@ -355,7 +355,7 @@ def test_draws_of_torch2jax_use_our_keys():
         def poop(self):
             return "key"
 
-    with torch2jax.drawing_from(Keys()):
+    with torch2jax.rng_keys_from(Keys()):
         assert package.mk_rng() == "key"
 
 

@@ -27,8 +27,8 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 @pytest.fixture(autouse=True)
 def _unbucketed_leaves(monkeypatch):
     """Let small leaves act like large ones: none is bucketed, and chunks have 24, 4 or 1 leaves."""
-    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
-    monkeypatch.setattr(chunking, "LOOPS", 16)
+    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -43,7 +43,7 @@ def pair(masked, original, shapes=SHAPES, **options):
 
 def sizes(optimizer):
     """Return how many leaves each executable of the last step updated."""
-    return [len(launch.leaves) for launch in optimizer._launches.latest]
+    return [len(launch.leaves) for launch in optimizer._launch_cache.last_used]
 
 
 PAIRS = {
@@ -75,7 +75,7 @@ def test_steps_with_random_missing_gradients_move_as_in_torch_and_stop_compiling
         assert runs[0][0].state[p].keys() == runs[1][0].state[q].keys()
         assert "step" not in ours.state[p] or float(ours.state[p]["step"]) == float(runs[1][0].state[q]["step"])
     by_shape = {}
-    for program in ours._cache._programs:
+    for program in ours._used_executables._programs:
         if len({leaf.spec for leaf in program.plan.leaves}) == 1:
             by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
     every = {spec: {sum(shape == s for s in SHAPES) for shape in SHAPES if math.prod(shape) == spec.shape[0]} for spec in by_shape}
@@ -89,10 +89,10 @@ def test_chunks_contain_equal_leaves():
     (ours, params), _ = runs
     run(runs, 1)
     assert sorted(sizes(ours)) == [1, 9, 14, 18], "with all gradients there is more than one chunk per kind of leaf"
-    launches = ours._launches.latest
+    launches = ours._launch_cache.last_used
     assert sorted(id(p) for launch in launches for p in (leaf.param for leaf in launch.leaves)) == sorted(map(id, params))
     assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
-    assert len({launch.program for launch in launches}) == ours.cache_info().programs == 4
+    assert len({launch.executable for launch in launches}) == ours.cache_info().programs == 4
     step_all(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
     assert sorted(sizes(ours)) == [1] * 3 + [4] * 9, "with changing sets the chunks do not have the fixed sizes"
     step_all(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
@@ -105,27 +105,27 @@ def test_changing_frozen_leaves_stop_compiling_after_a_few_sets():
     runs, start = pair(*PAIRS["AdamW"][:2], **PAIRS["AdamW"][2])
     (ours, params), (_, others) = runs
     run(runs, 1)
-    made = [{len(program.plan.leaves) for program in ours._cache._programs}]
+    made = [{len(program.plan.leaves) for program in ours._used_executables._programs}]
     frozen = set()
     for i in range(7):
         frozen |= {i, 18 + i}
         ours.set_trainable(lambda name, p, one=params[i], other=params[18 + i]: p is one or p is other, False)
-        before = set(ours._cache._programs)
+        before = set(ours._used_executables._programs)
         step_all(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
-        made.append({len(program.plan.leaves) for program in ours._cache._programs - before} - {24, 4, 1})
+        made.append({len(program.plan.leaves) for program in ours._used_executables._programs - before} - {24, 4, 1})
     assert_near(params, others, start)
     assert made == [{18, 14, 9, 1}, {17, 13}, {16, 12}, {15, 11}, set(), set(), set(), set()]
 
 
 def test_few_leaves_share_one_executable():
-    params = parameters([(5, 7)] * chunking.LOOPS)
+    params = parameters([(5, 7)] * chunking.MAX_SHARED_LOOPS)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
-    assert sizes(ours) == [chunking.LOOPS]
+    assert sizes(ours) == [chunking.MAX_SHARED_LOOPS]
 
 
 def test_more_leaves_are_split_into_chunks_of_equal_leaves(monkeypatch):
-    monkeypatch.setattr(chunking, "LOOPS", 40)
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 40)
     params = parameters([(5, 7)] * 31 + [(23,)] * 9)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
@@ -135,22 +135,22 @@ def test_more_leaves_are_split_into_chunks_of_equal_leaves(monkeypatch):
     run([(ours, params)], 1)
     assert sorted(sizes(ours)) == [3, 8, 15, 15]
     assert ours.cache_info().compilations == 3
-    assert chunking.enough(40) > 1e9 > chunking.enough(41) == 4
+    assert chunking.min_equal_leaves(40) > 1e9 > chunking.min_equal_leaves(41) == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 23, 24, 25, 36, 48, 49, 1000])
 def test_equal_leaves_with_gradients_are_split_into_as_few_chunks_as_possible(count):
-    found = list(chunking.evenly(range(count)))
+    found = list(chunking.equal_chunks(range(count)))
     assert [i for tile in found for i in tile] == list(range(count))
-    assert len(found) == math.ceil(count / chunking.EQUAL)
+    assert len(found) == math.ceil(count / chunking.MAX_EQUAL_LEAVES)
     assert len({len(tile) for tile in found[:-1]}) <= 1
-    assert all(len(found[-1]) <= len(tile) <= chunking.EQUAL for tile in found)
+    assert all(len(found[-1]) <= len(tile) <= chunking.MAX_EQUAL_LEAVES for tile in found)
 
 
 @pytest.mark.parametrize(("equal", "found"), [(24, [24, 4, 1]), (16, [16, 4, 1]), (2, [2, 1]), (1, [1])])
 def test_chunk_sizes_are_decreasing(monkeypatch, equal, found):
-    monkeypatch.setattr(chunking, "EQUAL", equal)
-    assert chunking.sizes() == found
+    monkeypatch.setattr(chunking, "MAX_EQUAL_LEAVES", equal)
+    assert chunking.chunk_sizes() == found
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -159,7 +159,7 @@ def test_every_leaf_is_in_exactly_one_chunk(seed):
     kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
     frequent = [kinds.count(kind) + (kind == 2) if kind in (0, 1, 2) else 0 for kind in kinds]
     for few, restless in itertools.product((False, True), repeat=2):
-        found = list(chunking.divided(kinds, [f * (not few) for f in frequent], restless))
+        found = list(chunking.chunk_leaves(kinds, [f * (not few) for f in frequent], restless))
         assert sorted(i for tile in found for i in tile) == list(range(60))
         mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
         assert len(mixed) <= 1
@@ -229,7 +229,7 @@ def test_cache_info_counts():
     first = ours.cache_info()
     assert (first.hits, first.misses) == (2, 1)
     assert first.compilations == bridge.compilations() - before
-    assert first.programs == len({launch.program for launch in ours._launches.latest})
+    assert first.programs == len({launch.executable for launch in ours._launch_cache.last_used})
     grads = random_grads(params)
     grads[0] = None
     for _ in range(2):
@@ -379,14 +379,14 @@ def test_state_has_the_bytes_of_torch():
 
 @pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
 def test_deleted_optimizer_leaves_only_the_memory_of_its_parameters(limit, monkeypatch):
-    monkeypatch.setitem(buckets.GATHERED, "cpu", limit)
+    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", limit)
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     params = parameters()
     ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=1.0)
     run([(ours, params)], 2)
     run([(ours, params)], 2, random_subset)
-    held = {leaf.memory for leaf in ours._leaves}
+    held = {leaf.jax_buffer for leaf in ours._records}
     expected = {memory.array.unsafe_buffer_pointer() for memory in held}
     assert len(held) == (2 if limit else len(params))  # buckets of two padded row lengths
     assert len(jax.live_arrays()) - len(before) > len(held)

@@ -13,8 +13,8 @@ from oracles import CLOSE, FUSES, movement_error, random_grads, random_params, r
 import torch_api
 from bridge._compiler import joint_update
 from bridge._compiler.passes import batch_rows, per_kind
-from bridge._compiler.plan import abstract
-from bridge._compiler.update import stepped
+from bridge._compiler.plan import abstract_args
+from bridge._compiler.update import update_step
 from bridge._runtime import cache
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("standard_promotion")]
@@ -39,7 +39,7 @@ def without_splitting(monkeypatch):
 
 def operations_of(optimizer):
     plan = program(optimizer).plan
-    return [eqn.primitive.name for eqn in operations(jax.make_jaxpr(partial(stepped, plan))(*abstract(plan)).jaxpr)]
+    return [eqn.primitive.name for eqn in operations(jax.make_jaxpr(partial(update_step, plan))(*abstract_args(plan)).jaxpr)]
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
@@ -47,7 +47,7 @@ def test_twenty_steps_match_optax(name):
     params, tx = random_params(shapes=SHAPES), TRANSFORMATIONS[name]()
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
     optimizer = moved(tx, params, grads)
-    assert program(optimizer).plan.units, "the leaves are not joint: this test could not fail"
+    assert program(optimizer).plan.joint_sets, "the leaves are not joint: this test could not fail"
     expected, bound = pure(tx, start, grads), (10 if name == "prodigy" else 1) * 3 * CLOSE
     assert max(map(movement_error, params, expected, start)) < bound
     with pytest.raises(AssertionError):  # the comparison can fail

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import torch_api
-from bridge._compiler.hyperparams import Scalar
-from bridge._compiler.separability import in_parts, views
-from bridge._compiler.spec import NO_EXTRA, Row, Spec
+from bridge._compiler.hyperparams import TracedHyperparam
+from bridge._compiler.separability import is_size_independent, separable_specs
+from bridge._compiler.spec import NO_EXTRA_ARGS, LeafSpec, TransformSpec
 from bridge._process import x64
 from torch_api._rules import torch_rules
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.unoptimized, pytest.mark.usefixture
 
 PATHS = (("a", "weight"), ("a", "bias"), ("b", "weight"))
 SHAPES = ((4, 6), (6,), (4, 6))
-SPECS = tuple(Spec(path, shape, "float32") for path, shape in zip(PATHS, SHAPES, strict=True))
+SPECS = tuple(LeafSpec(path, shape, "float32") for path, shape in zip(PATHS, SHAPES, strict=True))
 
 
 def stateless(function):
@@ -129,8 +129,8 @@ CASES = {
 
 
 def scope_of(tx):
-    found = views(Row(lambda: tx, (), (), scaled=True), PATHS, SPECS, NO_EXTRA)
-    return TOGETHER if found is None else WHOLE if found[0].whole else FLAT if found[0].flat else SHAPED
+    found = separable_specs(TransformSpec(lambda: tx, (), (), is_optax=True), PATHS, SPECS, NO_EXTRA_ARGS)
+    return TOGETHER if found is None else WHOLE if found[0].reduces_over_leaf else FLAT if found[0].is_flat else SHAPED
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -140,7 +140,7 @@ def test_transformation_sees_only_what_it_needs(name):
 
 
 def test_leaf_names_may_decide_about_their_own_leaf():
-    found = views(Row(lambda: stateless(by_name), (), (), scaled=True), PATHS, SPECS, NO_EXTRA)
+    found = separable_specs(TransformSpec(lambda: stateless(by_name), (), (), is_optax=True), PATHS, SPECS, NO_EXTRA_ARGS)
     assert [view.path for view in found] == [PATHS[0], PATHS[1], PATHS[2]]
 
 
@@ -174,7 +174,7 @@ def test_transformation_matches_pure_jax(name):
 
 def test_traced_scalar_is_float64_and_takes_the_dtype_of_arrays():
     def f(values, x):
-        b = Scalar(values[0], np.float32)
+        b = TracedHyperparam(values[0], np.float32)
         with x64(False):
             return (1 - b) * x, x / (1 - b**2), (b < 1), -b * x
 
@@ -195,7 +195,7 @@ def test_hyperparameter_that_decides_a_branch_becomes_static():
 
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = torch_api.OptaxOptimizer([p], factory, lr=0.1)
-    assert dict(optimizer.arrangement.static[0].traced).keys() == {"lr", "power"}
+    assert dict(optimizer._hyperparam_table.transforms[0].traced_hyperparams).keys() == {"lr", "power"}
     p.grad = torch.ones(3)
     optimizer.step()
     assert p[0].item() == pytest.approx(1 - 0.1 * 2**0.5, rel=1e-6)
@@ -226,5 +226,5 @@ def test_size_independent_transformations_are_recognized(name):
     tx, expected = IN_PARTS[name]
     for dtype in (torch.float32, torch.complex64) if name in ("ADAM", "SGD") else (torch.float32,):
         optimizer = torch_api.OptaxOptimizer([("w", torch.nn.Parameter(torch.ones(7, dtype=dtype)))], tx)
-        row, spec = optimizer.arrangement.static[0], optimizer.leaves[0].spec
-        assert in_parts(row, optimizer.arrangement.skeleton, spec, NO_EXTRA) is expected
+        row, spec = optimizer._hyperparam_table.transforms[0], optimizer._records[0].spec
+        assert is_size_independent(row, optimizer._hyperparam_table.all_paths, spec, NO_EXTRA_ARGS) is expected

@@ -33,7 +33,7 @@ LAYOUTS = {
 @pytest.fixture(params=["fast", "public"])
 def route(request, monkeypatch):
     """Run the test with jax's internal DLPack calls and with its public ones."""
-    caches = (dlpack._route, dlpack._importer, dlpack._exporter)
+    caches = (dlpack._import_method, dlpack._importer, dlpack._exporter)
     for cache in caches:
         cache.cache_clear()
     if request.param == "public":
@@ -168,7 +168,7 @@ def test_trees_keep_containers_and_other_leaves():
 def test_call_arguments_alias_their_tensors():
     tensors = [torch.randn(8, 16), torch.randn(64).bfloat16(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
     orders = [dlpack.dense_order(t) for t in tensors]
-    views = call_arguments.operands(tensors, orders)
+    views = call_arguments.as_call_arguments(tensors, orders)
     for view, tensor, order in zip(views, tensors, orders, strict=True):
         assert view.ctypes.data == tensor.data_ptr()
         assert view.shape == (tensor.numel(),)
@@ -189,16 +189,16 @@ def test_x64_scope_is_local_to_the_thread():
 def test_cached_call_arguments_equal_uncached_ones(odd):
     plain, other = torch.randn(7, 5), odd(torch.randn(6, 6))
     for tensors in ([plain], [plain, other], [plain.bfloat16()]):
-        found = call_arguments.Operands([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
-        looked_at = call_arguments.operands(tensors, [None] * len(tensors))
+        found = call_arguments.CpuArguments([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
+        looked_at = call_arguments.as_call_arguments(tensors, [None] * len(tensors))
         assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(found, looked_at, strict=True))
-    (flat,) = call_arguments.Operands([(7, 5)], [torch.float32], [None])([plain])
+    (flat,) = call_arguments.CpuArguments([(7, 5)], [torch.float32], [None])([plain])
     assert flat.ctypes.data == plain.data_ptr()
 
 
 def test_call_arguments_resolve_lazy_negation(monkeypatch):
     negated = torch._neg_view(torch.ones(3))
-    take = call_arguments.Operands([(3,)], [torch.float32], [None])
+    take = call_arguments.CpuArguments([(3,)], [torch.float32], [None])
     assert take([negated])[0].tolist() == [-1, -1, -1]
     monkeypatch.setattr(torch.Tensor, "is_neg", lambda _: False)
     assert take([negated])[0].tolist() == [1, 1, 1]  # the check can fail

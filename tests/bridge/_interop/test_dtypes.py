@@ -12,7 +12,7 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge._interop.dtypes import is_wide, keeps, narrow
+from bridge._interop.dtypes import is_64bit, keeps_64bit, to_32bit
 from bridge._process import x64
 from bridge._tracing import module_function
 
@@ -94,14 +94,14 @@ def test_x64_is_on_for_64_bit_inputs_or_on_request(asked, dtype):
 def test_64_bit_dtypes_are_recognized_and_narrowed():
     with x64():
         arrays = [jnp.zeros(2, kind) for kind in (np.float64, np.int64, np.uint64, np.complex128)]
-        assert all(map(is_wide, arrays))
-        assert [str(narrow(x).dtype) for x in arrays] == ["float32", "int32", "uint32", "complex64"]
+        assert all(map(is_64bit, arrays))
+        assert [str(to_32bit(x).dtype) for x in arrays] == ["float32", "int32", "uint32", "complex64"]
     tensors = [torch.zeros(2, dtype=kind) for kind in (torch.float64, torch.int64, torch.complex128)]
-    assert all(map(is_wide, tensors))
-    assert [narrow(x).dtype for x in tensors] == [torch.float32, torch.int32, torch.complex64]
-    assert narrow("text") == "text"
-    assert not any(map(is_wide, (torch.zeros(2), jnp.zeros(2, np.int32), torch.zeros(2, dtype=torch.complex64))))
-    assert keeps(None, False, tensors)
-    assert keeps(None, True, ())
-    assert not keeps(None, False, ())
-    assert not keeps(False, True, tensors)
+    assert all(map(is_64bit, tensors))
+    assert [to_32bit(x).dtype for x in tensors] == [torch.float32, torch.int32, torch.complex64]
+    assert to_32bit("text") == "text"
+    assert not any(map(is_64bit, (torch.zeros(2), jnp.zeros(2, np.int32), torch.zeros(2, dtype=torch.complex64))))
+    assert keeps_64bit(None, False, tensors)
+    assert keeps_64bit(None, True, ())
+    assert not keeps_64bit(None, False, ())
+    assert not keeps_64bit(False, True, tensors)

@@ -95,10 +95,14 @@ MAKE = {
 
 @pytest.mark.parametrize(("name", "leaves"), [*((name, 3) for name in MAKE), ("AdamW", 300), ("clip", 300), ("LAMB", 300)])
 def test_each_jaxpr_is_walked_once(name, leaves, monkeypatch):
-    walked, walk = [], queries._walk
-    monkeypatch.setattr(queries, "_known", WeakKeyDictionary())
-    monkeypatch.setattr(queries, "_walk", lambda jaxpr: walked.append(jaxpr) or walk(jaxpr))  # kept alive, so that ids stay unique
-    monkeypatch.setattr(pieces.Piece, "compile", lambda _: 1 / 0)  # all preparation is done by then, and compilation would take long
+    walked, walk = [], queries._compute_properties
+    monkeypatch.setattr(queries, "_properties", WeakKeyDictionary())
+    monkeypatch.setattr(
+        queries, "_compute_properties", lambda jaxpr: walked.append(jaxpr) or walk(jaxpr)
+    )  # kept alive, so that ids stay unique
+    monkeypatch.setattr(
+        pieces.LazyExecutable, "compile", lambda _: 1 / 0
+    )  # all preparation is done by then, and compilation would take long
     params = [torch.nn.Parameter(torch.ones(2 + i % 3, 3)) for i in range(leaves)]
     optimizer = MAKE[name](params)
     for p in params:
@@ -114,11 +118,11 @@ def test_properties_are_found_in_nested_jaxprs():
         return properties_of(jax.make_jaxpr(lambda *x: lax.cond(x[0] > 0, jax.jit(function), lambda *x: function(*x) + 1, *x))(*arguments))
 
     plain = of(lambda x: lax.sin(x).reshape(1, 1) * 2, 1.0)
-    assert plain.has_late_call  # either branch may have the call
+    assert plain.has_call_to_inline  # either branch may have the call
     assert plain.is_elementwise
     assert not any([plain.has_callback, plain.draws_by_batch, plain.has_large_product, plain.has_grouped_convolution])
     summed = of(lambda x: jnp.ones(3).sum() * x, 1.0)
-    assert not any([summed.is_elementwise, summed.has_late_call])
+    assert not any([summed.is_elementwise, summed.has_call_to_inline])
     printing = of(lambda x: (jax.debug.print("{}", x), x)[1], 1.0)
     assert printing.has_callback
     assert not printing.is_elementwise
@@ -140,12 +144,12 @@ def test_used_inputs_are_those_that_results_depend_on():
 
 def test_properties_are_freed_with_the_jaxpr():
     closed = jax.make_jaxpr(lambda x: x * 2)(1.0)
-    before = len(queries._known)
+    before = len(queries._properties)
     properties_of(closed)
-    assert len(queries._known) == before + 1
+    assert len(queries._properties) == before + 1
     closed = None
     gc.collect()
-    assert len(queries._known) <= before
+    assert len(queries._properties) <= before
 
 
 def test_equations_of_a_shared_function_are_counted_once():
@@ -159,7 +163,7 @@ def test_equations_of_a_shared_function_are_counted_once():
 def test_loop_with_a_barrier_compiles_and_matches_jax(name):
     """Several of these crash the process of jaxlib 0.10.2 without the option; see the subprocess test below."""
     x, f = jnp.asarray([0.5, 0.4, 0.3, 0.2]), (IN_LOOPS | IN_REDUCTIONS)[name]
-    options = compile_options.of_training(jax.devices("cpu")[0], properties_of(jax.make_jaxpr(f)(x)))
+    options = compile_options.train_options(jax.devices("cpu")[0], properties_of(jax.make_jaxpr(f)(x)))
     ours = jax.jit(f).lower(x).compile(compiler_options=options)(x)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(f)(x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -17,7 +17,7 @@ import torch
 
 import torch_api
 from bridge._memory import adoption, allocation, jax_buffers
-from bridge._runtime.in_flight import elsewhere
+from bridge._runtime.in_flight import has_moved
 
 pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
@@ -43,9 +43,9 @@ def own(tensor):
 def test_adopted_parameter_keeps_values_strides_and_identity(layout, dtype):
     param = own(layout().to(dtype))
     before, strides = param.detach().clone(), param.stride()
-    placement = adoption.place(param)
-    assert placement.memory is not None
-    assert param.data_ptr() == placement.memory.array.unsafe_buffer_pointer()
+    placement = adoption.adopt(param)
+    assert placement.jax_buffer is not None
+    assert param.data_ptr() == placement.jax_buffer.array.unsafe_buffer_pointer()
     assert param.stride() == strides
     assert param.is_leaf
     assert param.requires_grad
@@ -55,21 +55,21 @@ def test_adopted_parameter_keeps_values_strides_and_identity(layout, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_donated_call_writes_into_the_parameters_memory(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
-    memory = adoption.place(param).memory
+    memory = adoption.adopt(param).jax_buffer
     with jax.enable_x64(True):
-        result = jax.jit(lambda x: x + x, donate_argnums=0)(*jax_buffers.taken([memory])).block_until_ready()
+        result = jax.jit(lambda x: x + x, donate_argnums=0)(*jax_buffers.arrays_to_donate([memory])).block_until_ready()
     address = param.data_ptr()
     memory.array = result
-    assert not elsewhere([memory], [result])
+    assert not has_moved([memory], [result])
     assert param.data_ptr() == address == memory.array.unsafe_buffer_pointer()
     assert torch.equal(param.detach(), torch.full((6, 4), 2.0, dtype=dtype))
 
 
 def test_parameter_is_adopted_once():
     param = own(torch.randn(8))
-    first = adoption.place(param).memory
-    assert adoption.place(param).memory is first
-    assert adoption.place(param, "copy").memory is None
+    first = adoption.adopt(param).jax_buffer
+    assert adoption.adopt(param).jax_buffer is first
+    assert adoption.adopt(param, "copy").jax_buffer is None
 
 
 def test_parameter_follows_results_if_its_buffer_has_another_holder():
@@ -98,7 +98,7 @@ def test_parameter_outlives_its_optimizer():
     optimizer = torch_api.MaskedAdamW([param], lr=0.0, weight_decay=0.0)
     param.grad = torch.ones_like(param)
     optimizer.step()
-    memory = weakref.ref(jax_buffers.memory_of(param.detach()))
+    memory = weakref.ref(jax_buffers.find_unshared_buffer(param.detach()))
     del optimizer
     gc.collect()
     assert memory() is not None
@@ -128,7 +128,7 @@ def test_deleting_parameter_and_optimizer_frees_the_buffers():
     param.grad = torch.ones_like(param)
     optimizer.step()
     state = optimizer.state[param]
-    memories = [weakref.ref(jax_buffers.memory_of(t)) for t in (param.detach(), state["exp_avg"], state["exp_avg_sq"])]
+    memories = [weakref.ref(jax_buffers.find_unshared_buffer(t)) for t in (param.detach(), state["exp_avg"], state["exp_avg_sq"])]
     memories.append(weakref.ref(state.pop("step")))
     del state
     del optimizer, param
@@ -388,14 +388,14 @@ def test_failed_call_after_donation_leaves_nan_and_names_the_lost_parameters(mon
     optimizer = torch_api.MaskedAdam([("w", param)], lr=1.0)
     param.grad = torch.ones(64)
     optimizer.step()
-    ((launch,),) = next(iter(optimizer._launches.known.values()))
-    compiled = launch.program.alone
+    ((launch,),) = next(iter(optimizer._launch_cache.bound_by_grad_set.values()))
+    compiled = launch.executable.inline_executable
 
     def broken(*arguments):
         compiled(*arguments)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(launch.program, "alone", broken)
+    monkeypatch.setattr(launch.executable, "inline_executable", broken)
     with pytest.raises(RuntimeError, match="the device is gone") as caught:
         optimizer.step()
     assert "parameters and state of ['w'] are lost and hold NaN" in caught.value.__notes__[0]
@@ -452,18 +452,18 @@ def test_zeros_compile_no_program():
 
 def test_buffers_allocated_together_do_not_overlap():
     kinds = [(1000, 0.0), (500_000, 0.0), (2_000_000, 0.0), (500_000, 0.0), (500_000, -0.0), (10, 2.0), (10, 2.0), (500_001, 2.0)]
-    arrays = allocation.filled([((n,), jnp.float32, value) for n, value in kinds], jax.devices("cpu")[0])
+    arrays = allocation.full_many([((n,), jnp.float32, value) for n, value in kinds], jax.devices("cpu")[0])
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(kinds)
     for x, (n, value) in zip(jax.block_until_ready(arrays), kinds, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.full(n, value))
         np.testing.assert_array_equal(np.signbit(np.asarray(x)), np.signbit(value))
-    assert allocation.filled([], jax.devices("cpu")[0]) == []
+    assert allocation.full_many([], jax.devices("cpu")[0]) == []
 
 
 def counted_copies(monkeypatch, most=None):
     """Record the bytes of live copies at each new copy, the copied parameters, and the parameters whose copy was used."""
     there, seen, copied, taken = {}, [], [], []
-    copy, take, made = adoption._copy, adoption.Ahead.take, adoption.Ahead.__init__
+    copy, take, made = adoption._start_copy, adoption.CopyPrefetcher.take, adoption.CopyPrefetcher.__init__
 
     def copying(tensor, like):
         array = copy(tensor, like)
@@ -479,10 +479,10 @@ def counted_copies(monkeypatch, most=None):
             taken.append(tensor)
         return array
 
-    monkeypatch.setattr(adoption, "_copy", copying)
-    monkeypatch.setattr(adoption.Ahead, "take", taking)
+    monkeypatch.setattr(adoption, "_start_copy", copying)
+    monkeypatch.setattr(adoption.CopyPrefetcher, "take", taking)
     if most is not None:
-        monkeypatch.setattr(adoption.Ahead, "__init__", lambda self, _: made(self, most))
+        monkeypatch.setattr(adoption.CopyPrefetcher, "__init__", lambda self, _: made(self, most))
     return seen, copied, taken
 
 
@@ -494,7 +494,7 @@ def test_prefetched_copies_are_bounded_by_twice_the_largest_parameter(most, monk
     before = [p.detach().clone() for p in params]
     torch_api.MaskedSGD(params, lr=1.0)
     assert all(torch.equal(p.detach(), x) for p, x in zip(params, before, strict=True))
-    assert len({jax_buffers.memory_of(p) for p in params} - {None}) == len(params)
+    assert len({jax_buffers.find_unshared_buffer(p) for p in params} - {None}) == len(params)
     assert len(copied) == len({id(p) for p in copied}) == len(params)
     assert len(taken) == len(params)
     within = max(seen) <= 2 * 4 * 700 * 300
@@ -511,7 +511,8 @@ def test_no_parameter_moves_if_one_is_refused(monkeypatch):
         raise ValueError("no such leaf")
 
     monkeypatch.setattr(
-        "torch_api._params.hyperparam_table.Rows.pack_key", lambda self, leaf, **_: refused() if leaf.param is params[2] else None
+        "torch_api._params.hyperparam_table.HyperparamTable.bucket_key",
+        lambda self, leaf, **_: refused() if leaf.param is params[2] else None,
     )
     with pytest.raises(ValueError, match="no such leaf"):
         torch_api.MaskedSGD(params, lr=1.0)
@@ -534,12 +535,12 @@ def test_shared_and_adopted_parameters_are_not_prefetched(monkeypatch):
 def test_parameter_returning_to_its_bucket_row_is_not_prefetched(monkeypatch):
     params = [own(torch.randn(20)) for _ in range(40)]
     optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=0.5)
-    memory, row = jax_buffers.located(params[3])
+    memory, row = jax_buffers.find_buffer(params[3])
     assert row is not None
     params[3].data = torch.ones(20)
     _, copied, _ = counted_copies(monkeypatch)
     params[3].grad = torch.ones(20)
     optimizer.step()
-    assert jax_buffers.located(params[3]) == (memory, row)
+    assert jax_buffers.find_buffer(params[3]) == (memory, row)
     assert not copied
     assert torch.equal(params[3].detach(), torch.zeros(20))

@@ -11,12 +11,12 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge._compat.torch import storage_holders
+from bridge._compat.torch import storage_use_count
 from bridge._interop import dlpack, dtypes
 from bridge._ir import jaxpr, queries
 from bridge._memory import call_arguments
-from bridge._memory.array_interface import Window
-from bridge._memory.call_arguments import Borrowed
+from bridge._memory.array_interface import ArrayInterface
+from bridge._memory.call_arguments import GpuArguments
 
 pytestmark = pytest.mark.unoptimized
 
@@ -29,7 +29,7 @@ def imports(monkeypatch):
 
 
 def test_address_is_imported_once_and_shows_current_values(imports):
-    arguments = Borrowed([None, None])
+    arguments = GpuArguments([None, None])
     a, b = torch.randn(64), torch.randn(4, 16)
     first = arguments([a, b])
     assert [x.unsafe_buffer_pointer() for x in first] == [a.data_ptr(), b.data_ptr()]
@@ -46,17 +46,17 @@ def test_address_is_imported_once_and_shows_current_values(imports):
 
 
 def test_imports_keep_no_tensor_alive():
-    arguments, tensor = Borrowed([None]), torch.randn(1024)
+    arguments, tensor = GpuArguments([None]), torch.randn(1024)
     arguments([tensor])
     gc.collect()
-    assert storage_holders(tensor) == 1
+    assert storage_use_count(tensor) == 1
 
 
 def test_number_of_remembered_addresses_is_bounded(imports):
-    arguments, tensors = Borrowed([None]), [torch.zeros(16) for _ in range(call_arguments._PLACES + 3)]
+    arguments, tensors = GpuArguments([None]), [torch.zeros(16) for _ in range(call_arguments._MAX_REMEMBERED + 3)]
     for tensor in tensors:
         arguments([tensor])
-    assert len(arguments._known[0]) <= call_arguments._PLACES
+    assert len(arguments._imports[0]) <= call_arguments._MAX_REMEMBERED
     assert len(imports) == len(tensors)
 
 
@@ -75,14 +75,14 @@ WAYS = {
 def test_arguments_have_logical_element_order(way):
     for shape in ((4, 6), (6, 4)):
         tensor = WAYS[way](ELEMENTS.view(shape))
-        arguments = Borrowed([None])
+        arguments = GpuArguments([None])
         for _ in range(3):
             np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), tensor.reshape(-1).numpy(force=True))
 
 
 def test_other_strides_or_lazy_negation_at_one_address_are_noticed():
     base = torch.randn(4, 4)
-    arguments = Borrowed([None])
+    arguments = GpuArguments([None])
     as_it_is, turned = np.asarray(arguments([base])[0]).copy(), np.asarray(arguments([base.t()])[0]).copy()
     np.testing.assert_array_equal(as_it_is, base.reshape(-1).numpy())
     np.testing.assert_array_equal(turned, base.t().reshape(-1).numpy())
@@ -93,14 +93,14 @@ def test_other_strides_or_lazy_negation_at_one_address_are_noticed():
 
 def test_lazy_conjugate_at_a_known_address_is_noticed():
     base = torch.randn(8, dtype=torch.complex64)
-    arguments = Borrowed([None], are_complex=True)
+    arguments = GpuArguments([None], are_complex=True)
     arguments([base])
     np.testing.assert_array_equal(np.asarray(arguments([base.conj()])[0]), base.conj().resolve_conj().numpy())
 
 
 def test_arguments_have_the_given_dim_order(imports):
     weight = torch.randn(2, 4, 2, 2).to(memory_format=torch.channels_last)
-    arguments = Borrowed([(0, 2, 3, 1)])
+    arguments = GpuArguments([(0, 2, 3, 1)])
     for tensor in (weight, weight.contiguous(), weight):
         np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), weight.permute(0, 2, 3, 1).reshape(-1).numpy())
     assert imports == [weight.data_ptr()]
@@ -109,8 +109,8 @@ def test_arguments_have_the_given_dim_order(imports):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool, torch.int32], ids=str)
 def test_array_interface_becomes_a_storage_of_its_own_bytes(dtype):
     whole_ = torch.arange(64).to(dtype)
-    window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), dtypes.numpy_dtype(dtype), whole_.device)
-    view = window.tensor()
+    window = ArrayInterface(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), dtypes.numpy_dtype(dtype), whole_.device)
+    view = window.as_tensor()
     assert view.dtype is dtype
     assert view.untyped_storage().nbytes() == 3 * dtype.itemsize
     assert torch.equal(view.view(torch.uint8), whole_[16:19].contiguous().view(torch.uint8))
@@ -143,11 +143,11 @@ def with_jitted_call(wrap):
 def test_inlinable_call_with_all_leaves_does_not_join_them(late, monkeypatch):
     if late:
         for module in (queries, jaxpr):
-            monkeypatch.setattr(module, "is_late", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
+            monkeypatch.setattr(module, "must_inline", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
     params = [torch.nn.Parameter(torch.randn(n)) for n in (5, 7, 7)]
     start = [p.detach().clone() for p in params]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
     optimizer, other = (torch_api.OptaxOptimizer(ps, with_jitted_call(wrap)) for ps, wrap in ((params, jax.jit), (twins, lambda f: f)))
     run_pair(optimizer, params, other, twins, 20)
     assert max(map(movement_error, params, twins, start)) < 1e-6
-    assert (optimizer.arrangement.static[0].unit is None) is late
+    assert (optimizer._hyperparam_table.transforms[0].joint_set is None) is late

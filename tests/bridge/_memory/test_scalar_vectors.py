@@ -47,8 +47,8 @@ def test_scalar_state_is_not_a_jax_array():
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     assert small() == before
     for state in optimizer.state.values():
-        assert jax_buffers.located(state["step"]) == (None, None)
-        assert not jax_buffers.shares_memory(state["step"])
+        assert jax_buffers.find_buffer(state["step"]) == (None, None)
+        assert not jax_buffers.is_over_jax_buffer(state["step"])
         assert state["step"].shape == ()
         assert state["step"].untyped_storage().nbytes() == 4
         assert state["step"] == 3
@@ -57,25 +57,27 @@ def test_scalar_state_is_not_a_jax_array():
 def test_program_takes_and_returns_one_vector_of_scalars():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
-    (launch,) = optimizer._launches.latest
-    donated, arguments = launch.program.update.in_avals[0][:2], launch.program.update.in_avals[0][2:]
+    (launch,) = optimizer._launch_cache.last_used
+    donated, arguments = launch.executable.update.in_avals[0][:2], launch.executable.update.in_avals[0][2:]
     assert [len(column) for column in donated] == [len(SHAPES), 2 * len(SHAPES)]
     assert [aval.shape for aval in arguments[0]] == [(len(SHAPES),)]
     with x64():
-        results = jax.tree.leaves(jax.eval_shape(partial(update.update, launch.program.plan), *plan.abstract(launch.program.plan)))
+        results = jax.tree.leaves(
+            jax.eval_shape(partial(update.update, launch.executable.plan), *plan.abstract_args(launch.executable.plan))
+        )
     assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # the second is the result to wait for
 
 
 def test_scalars_are_adjacent_and_read_without_a_copy():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
-    (launch,) = optimizer._launches.latest
+    (launch,) = optimizer._launch_cache.last_used
     (cells,) = launch.scalars
     assert cells.length == 4 * len(ps)
     assert cells.read().__array_interface__["data"][0] == cells.address == min(optimizer.state[p]["step"].data_ptr() for p in ps)
     ps[1].requires_grad_(False)
     stepped(optimizer, ps, 1)
-    (cells,) = optimizer._launches.latest[0].scalars
+    (cells,) = optimizer._launch_cache.last_used[0].scalars
     assert cells.length == 0  # an inactive scalar lies between them
     assert cells.read().tolist() == [4.0] * (len(ps) - 1)
     assert int(optimizer.state[ps[1]]["step"]) == 3
@@ -174,7 +176,7 @@ def test_scalars_of_each_dtype_have_their_own_vector():
     labels = {"p0": "norms", "p1": "norms", "p2": "adam", "p3": "adam"}
     optimizer = torch_api.PartitionedOptimizer(named.items(), transforms, labels)
     stepped(optimizer, list(named.values()))
-    (launch,) = optimizer._launches.latest
+    (launch,) = optimizer._launch_cache.last_used
     kinds = {tuple({x.dtype for x in cells.tensors}): [float(x) for x in cells.tensors] for cells in launch.scalars}
     assert kinds.keys() == {(torch.float32,), (torch.int32,)}
     assert kinds[torch.int32,] == [3, 3]
@@ -191,7 +193,7 @@ def test_scalars_of_a_dtype_unknown_to_numpy_are_stacked():
     )
     ps = params()
     optimizer = stepped(torch_api.OptaxOptimizer(ps, count, lr=1e-3), ps)
-    (launch,) = optimizer._launches.latest
+    (launch,) = optimizer._launch_cache.last_used
     (cells,) = launch.scalars
     assert cells.tensors[0].dtype is torch.bfloat16
     assert cells.length == 0

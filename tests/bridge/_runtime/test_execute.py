@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.long]
 
 ROOT = Path(__file__).parents[3]
 CPU_INFO = Path("/proc/cpuinfo")
-fused_loops = pytest.mark.skipif(not multi_output_fusion.requested(), reason="the environment turns multi-output fusion off")
+fused_loops = pytest.mark.skipif(not multi_output_fusion.is_fusion_enabled(), reason="the environment turns multi-output fusion off")
 
 
 def stepped(optimizer, params, count=1):
@@ -255,7 +255,9 @@ for name, (environment, code) in {codes!r}.items():
 @pytest.fixture(scope="module")
 def requests():
     """Return XLA_FLAGS and the answer after the import for each of `REQUESTS`, each in its own process."""
-    asked = "import bridge, json, os; print(json.dumps([os.environ.get('XLA_FLAGS', ''), bridge._xla.multi_output_fusion.requested()]))"
+    asked = (
+        "import bridge, json, os; print(json.dumps([os.environ.get('XLA_FLAGS', ''), bridge._xla.multi_output_fusion.is_fusion_enabled()]))"
+    )
     codes = {name: (environment, f"{before}\n{asked}") for name, (before, environment, *_) in REQUESTS.items()}
     return {name: json.loads(printed) for name, printed in forked(codes).items()}
 
@@ -295,8 +297,8 @@ def test_each_leaf_is_one_loop_and_scalars_share_a_few():
         params = random_params(shapes=[(8000 + 16 * i,) for i in range(count)])
         optimizer = torch_api.MaskedAdamW(params)
         stepped(optimizer, params)
-        (launch,) = optimizer._launches.latest
-        text = launch.program.update.as_text()
+        (launch,) = optimizer._launch_cache.last_used
+        text = launch.executable.update.as_text()
         loops[count] = text[text.index("ENTRY") :].count(" fusion(")
     assert loops[4] >= 4
     assert loops[16] - loops[4] <= 12
@@ -307,14 +309,14 @@ def test_temporaries_exist_for_one_leaf_at_a_time(monkeypatch):
     """LAMB stores an update of the leaf's size between its loops; in XLA's own order the updates of all leaves exist at once."""
     shapes = [(300, 300 + i) for i in range(8)]
     needed = {}
-    for name, options in (("ours", compile_options.of_update), ("XLA's", lambda device: {})):
-        monkeypatch.setattr(executable, "of_update", options)
+    for name, options in (("ours", compile_options.update_options), ("XLA's", lambda device: {})):
+        monkeypatch.setattr(executable, "update_options", options)
         monkeypatch.setattr(cache, "_programs", {})
         params = random_params(shapes=shapes)
         optimizer = torch_api.MaskedLamb(params, lr=1e-3)
         stepped(optimizer, params)
-        (launch,) = optimizer._launches.latest
-        needed[name] = launch.program.update.memory_analysis().temp_size_in_bytes
+        (launch,) = optimizer._launch_cache.last_used
+        needed[name] = launch.executable.update.memory_analysis().temp_size_in_bytes
     largest = 4 * 300 * 307
     assert needed["ours"] < 4 * largest
     assert needed["XLA's"] > 7 * largest  # the check can fail
@@ -323,36 +325,41 @@ def test_temporaries_exist_for_one_leaf_at_a_time(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 def test_many_loops_with_small_temporaries_keep_xlas_schedule(monkeypatch):
-    order, piece, count, one = dict(compile_options._first_known(compile_options._ORDERS)), programs_compile.Piece, 18, 4 * 60_000
+    order, piece, count, one = (
+        dict(compile_options._first_supported(compile_options._SCHEDULER_OPTIONS)),
+        programs_compile.LazyExecutable,
+        18,
+        4 * 60_000,
+    )
 
     def compiled(optimizer_class, count, **arguments):
         """Return whether the schedule of least memory is requested for all programs, and the bytes of XLA's temporaries."""
         asked = []
-        monkeypatch.setattr(executable, "Piece", lambda lowered, options: asked.append(options) or piece(lowered, options))
-        monkeypatch.setattr(cache, "Piece", lambda lowered, options: asked.append(options) or piece(lowered, options))
+        monkeypatch.setattr(executable, "LazyExecutable", lambda lowered, options: asked.append(options) or piece(lowered, options))
+        monkeypatch.setattr(cache, "LazyExecutable", lambda lowered, options: asked.append(options) or piece(lowered, options))
         monkeypatch.setattr(cache, "_programs", {})
         params = random_params(shapes=[(60_000 + i,) for i in range(count)])
         optimizer = optimizer_class(params, lr=1e-3, **arguments)
         stepped(optimizer, params)
         assert asked
-        needed = (launch.program.update.memory_analysis().temp_size_in_bytes for launch in optimizer._launches.latest)
+        needed = (launch.executable.update.memory_analysis().temp_size_in_bytes for launch in optimizer._launch_cache.last_used)
         return all(order.items() <= options.items() for options in asked), sum(needed)
 
     assert order
     for found in (compiled(torch_api.MaskedAdamW, count), compiled(torch_api.MaskedRAdam, count, max_grad_norm=1.0)):
-        assert found[0] is not probes.several_results()  # if XLA stores an array per loop, the schedule of least memory is kept
+        assert found[0] is not probes.fuses_multiple_outputs()  # if XLA stores an array per loop, the schedule of least memory is kept
         assert found[1] < 4 * one
     assert compiled(torch_api.MaskedAdamW, count - 2)[0]
     in_order, needed = compiled(torch_api.MaskedLamb, count)
     assert in_order
     with monkeypatch.context() as patch:
-        patch.setattr(executable, "_LONG_LOOP", 50_000)
+        patch.setattr(executable, "_LONG_LOOP_ELEMENTS", 50_000)
         assert compiled(torch_api.MaskedAdamW, count)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(executable, "several_results", lambda: False)
+        patch.setattr(executable, "fuses_multiple_outputs", lambda: False)
         assert compiled(torch_api.MaskedAdamW, count)[0]
-    monkeypatch.setattr(executable, "_LITTLE", float("inf"))
-    monkeypatch.setattr(executable, "several_results", lambda: True)
+    monkeypatch.setattr(executable, "_MAX_UNORDERED_ELEMENTS", float("inf"))
+    monkeypatch.setattr(executable, "fuses_multiple_outputs", lambda: True)
     in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the check can fail
     assert not in_xlas
     assert more > 2 * needed
@@ -360,22 +367,22 @@ def test_many_loops_with_small_temporaries_keep_xlas_schedule(monkeypatch):
 
 def test_update_options_are_known_to_jaxlib_and_not_set_by_the_user(monkeypatch):
     cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
-    (newer, least), (older, off), (width, bits) = *compile_options._ORDERS, compile_options._WIDTH
-    assert compile_options.of_update(gpu) == {}
+    (newer, least), (older, off), (width, bits) = *compile_options._SCHEDULER_OPTIONS, compile_options._VECTOR_WIDTH
+    assert compile_options.update_options(gpu) == {}
     for known, expected in (
         ({newer, older, width}, {newer: least, width: bits}),
         ({older, width}, {older: off, width: bits}),
         ({newer}, {newer: least}),
         (set(), {}),
     ):
-        monkeypatch.setattr(compile_options, "_known", lambda option, value, known=known: option in known)
-        assert compile_options.of_update(cpu) == expected
-    monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
+        monkeypatch.setattr(compile_options, "_is_supported", lambda option, value, known=known: option in known)
+        assert compile_options.update_options(cpu) == expected
+    monkeypatch.setattr(compile_options, "_is_supported", lambda option, value: True)
     for option in (newer, older):
         monkeypatch.setenv("XLA_FLAGS", f"--{option}={least}")
-        assert compile_options.of_update(cpu) == {width: bits}
+        assert compile_options.update_options(cpu) == {width: bits}
     monkeypatch.setenv("XLA_FLAGS", f"--{width}=128")
-    assert compile_options.of_update(cpu) == {newer: least}
+    assert compile_options.update_options(cpu) == {newer: least}
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from bridge._compiler import chunking
 from bridge._memory import adoption, allocation
 from bridge._runtime import cache, in_flight
 from bridge._xla import streams
-from bridge._xla.compile import Piece
+from bridge._xla.compile import LazyExecutable
 from torch_api._step import launch_cache
 
 pytestmark = pytest.mark.unoptimized
@@ -59,14 +59,14 @@ def test_signal_during_a_step_is_handled_after_the_results_are_in_place(monkeypa
     def raises(*_):
         raise PreemptedError
 
-    before, wait = signal.signal(number, raises), in_flight.elsewhere
+    before, wait = signal.signal(number, raises), in_flight.has_moved
     params = random_params(shapes=[(20,)] * 6) + [torch.nn.Parameter(torch.zeros(20))]
     optimizers = torch_api.MaskedSGD(params[:6], lr=1.0), torch_api.MaskedSGD(params[6:], lr=1.0, writeback="copy")
     try:
         for optimizer, p in zip(optimizers, (params[0], params[6]), strict=True):
             stepped(optimizer, params)
             start = p.detach().clone()
-            monkeypatch.setattr(in_flight, "elsewhere", lambda *args: (os.kill(os.getpid(), number), wait(*args))[1])
+            monkeypatch.setattr(in_flight, "has_moved", lambda *args: (os.kill(os.getpid(), number), wait(*args))[1])
             with pytest.raises(PreemptedError):
                 optimizer.step()
             monkeypatch.undo()
@@ -82,14 +82,14 @@ def test_error_while_waiting_keeps_results_and_handlers(monkeypatch):
     params = random_params(shapes=[(30,)] * 5)
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
-    handler, wait = signal.getsignal(signal.SIGINT), in_flight.elsewhere
+    handler, wait = signal.getsignal(signal.SIGINT), in_flight.has_moved
     start = [p.detach().clone() for p in params]
 
     def broken(*args):
         wait(*args)
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(in_flight, "elsewhere", broken)
+    monkeypatch.setattr(in_flight, "has_moved", broken)
     with pytest.raises(RuntimeError, match="lost the device") as caught:
         optimizer.step()
     assert "The step is not whole" not in "".join(getattr(caught.value, "__notes__", ()))
@@ -103,26 +103,26 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
     params = random_params(shapes=[(1 << 20,), (1 << 19,)] + [(30,)] * 5)
     optimizer = torch_api.MaskedAdam(params, lr=1.0, max_grad_norm=1.0)
     stepped(optimizer, params)
-    handler, launches = signal.getsignal(signal.SIGINT), optimizer._launches.latest
-    assert launches[0].reader is not None
-    assert any(launch.packs for launch in launches)
+    handler, launches = signal.getsignal(signal.SIGINT), optimizer._launch_cache.last_used
+    assert launches[0].streaming_stats is not None
+    assert any(launch.buckets for launch in launches)
 
     def broken(*_):
         raise RuntimeError("lost the device")
 
     if where == "reader":
-        end = type(launches[0].reader).end
-        monkeypatch.setattr(type(launches[0].reader), "end", lambda reader: (end(reader), broken()))
+        end = type(launches[0].streaming_stats).finish_reading
+        monkeypatch.setattr(type(launches[0].streaming_stats), "finish_reading", lambda reader: (end(reader), broken()))
     else:
-        real = in_flight._Flight.__enter__
+        real = in_flight.InFlight.__enter__
 
         def enter(flight):
             found = real(flight)
             flight.order = "none"  # `streams.choose` takes numbers
             return found
 
-        monkeypatch.setattr(in_flight._Flight, "__enter__", enter)
-        monkeypatch.setattr(streams, "choose", broken)
+        monkeypatch.setattr(in_flight.InFlight, "__enter__", enter)
+        monkeypatch.setattr(streams, "set_stream", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         optimizer.step()
     monkeypatch.undo()
@@ -138,13 +138,13 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
 
 
 def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
-    monkeypatch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
-    monkeypatch.setattr(chunking, "LOOPS", 16)
+    monkeypatch.setitem(torch_api._params.buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
-    assert len(optimizer._launches.latest) > 1
-    wait, calls = in_flight.elsewhere, []
+    assert len(optimizer._launch_cache.last_used) > 1
+    wait, calls = in_flight.has_moved, []
 
     def broken(*args):
         found = wait(*args)
@@ -154,7 +154,7 @@ def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
         return found
 
     start = [p.detach().clone() for p in params]
-    monkeypatch.setattr(in_flight, "elsewhere", broken)
+    monkeypatch.setattr(in_flight, "has_moved", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         optimizer.step()
     monkeypatch.undo()
@@ -163,12 +163,12 @@ def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
 
 
 def test_error_of_a_partial_step_names_the_updated_parameters(monkeypatch):
-    monkeypatch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
-    monkeypatch.setattr(chunking, "LOOPS", 16)
-    params = random_params(shapes=[(20,)] * (chunking.EQUAL + 1))
+    monkeypatch.setitem(torch_api._params.buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
+    params = random_params(shapes=[(20,)] * (chunking.MAX_EQUAL_LEAVES + 1))
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
-    last = optimizer._launches.latest[-1].program
+    last = optimizer._launch_cache.last_used[-1].executable
 
     def broken(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED")
@@ -177,8 +177,8 @@ def test_error_of_a_partial_step_names_the_updated_parameters(monkeypatch):
     before = [p.detach().clone() for p in params]
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         optimizer.step()
-    first = [f"param{i}" for i in range(chunking.EQUAL + 1) if not torch.equal(params[i], before[i])]
-    assert 0 < len(first) <= chunking.EQUAL
+    first = [f"param{i}" for i in range(chunking.MAX_EQUAL_LEAVES + 1) if not torch.equal(params[i], before[i])]
+    assert 0 < len(first) <= chunking.MAX_EQUAL_LEAVES
     assert f"This step has updated {first} and no other parameter." in caught.value.__notes__
 
 
@@ -288,16 +288,20 @@ def test_state_is_initialized_during_compilation_within_a_memory_limit(cached, h
 
         return call
 
-    monkeypatch.setattr(launch_cache, "_COMPILING", held_back)
+    monkeypatch.setattr(launch_cache, "_COMPILE_BYTES", held_back)
     monkeypatch.setattr(
-        allocation, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.filled)
+        allocation,
+        "full_many",
+        noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.full_many),
     )
     monkeypatch.setattr(
-        adoption, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.filled)
+        adoption,
+        "full_many",
+        noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.full_many),
     )
-    monkeypatch.setattr(Piece, "compile", noted(lambda _: "program", Piece.compile))
+    monkeypatch.setattr(LazyExecutable, "compile", noted(lambda _: "program", LazyExecutable.compile))
     monkeypatch.setattr(cache, "_programs", {})
-    monkeypatch.setattr(cache, "_recent", {})
+    monkeypatch.setattr(cache, "_lru", {})
     before = getattr(jax.config, "jax_compilation_cache_dir", None)
     params = [torch.nn.Parameter(torch.randn(n, 200, dtype=torch.float64).float()) for n in (300, 300, 100, 100)]
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]

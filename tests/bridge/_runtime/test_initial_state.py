@@ -85,8 +85,8 @@ def test_constant_state_of_joint_leaves_needs_no_further_trace_of_init(monkeypat
         return like | {"count": jnp.full((), 7, jnp.int32), "threes": jnp.full(4, 3.0)}
 
     traces = []
-    traced = initial_state._traced
-    monkeypatch.setattr(initial_state, "_traced", lambda *of: traces.append(of) or traced(*of))
+    traced = initial_state._trace_init
+    monkeypatch.setattr(initial_state, "_trace_init", lambda *of: traces.append(of) or traced(*of))
     tx = optax.GradientTransformation(init, with_every_kind_of_state().update)
     params = [(f"p{i}", p) for i, p in enumerate(random_params(shapes=SHAPES))]
     mask = {f"p{i}": i != 1 for i in range(4)}

@@ -45,12 +45,12 @@ def parallel():
 
 @has_pause
 def test_threads_end_and_start_again():
-    pause_now(openmp.SOFT)
+    pause_now(openmp.PAUSE_SOFT)
     before = native_threads()
     parallel()
     own = native_threads() - before
     assert own
-    assert pause_now(openmp.SOFT) == 0
+    assert pause_now(openmp.PAUSE_SOFT) == 0
     assert end(own)
     x = torch.rand(1 << 22)
     assert float((x + x).sum()) == pytest.approx(2 * float(x.sum(dtype=torch.float64)), rel=1e-5)
@@ -58,7 +58,7 @@ def test_threads_end_and_start_again():
 
 @has_pause
 def test_other_python_threads_keep_their_openmp_threads():
-    pause_now(openmp.SOFT)
+    pause_now(openmp.PAUSE_SOFT)
     before, ready, done = native_threads(), threading.Event(), threading.Event()
 
     def other():
@@ -73,7 +73,7 @@ def test_other_python_threads_keep_their_openmp_threads():
     parallel()
     own = native_threads() - before - theirs
     assert own
-    assert pause_now(openmp.SOFT) == 0
+    assert pause_now(openmp.PAUSE_SOFT) == 0
     assert end(own)
     assert theirs <= native_threads()
     done.set()
@@ -87,12 +87,12 @@ def test_pause_is_off_if_unwanted_or_unavailable(monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(openmp.ctypes, "CDLL", Old)
-        assert openmp._found() is None
+        assert openmp._find_pause_function() is None
     with monkeypatch.context() as m:
         m.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
-        assert openmp._found() is None
+        assert openmp._find_pause_function() is None
     monkeypatch.setenv("MASKBRIDGE_OPENMP", "0")
-    assert openmp._found() is None
+    assert openmp._find_pause_function() is None
 
 
 @pytest.mark.parametrize("shapes", [[(64, 64)] * 6, [(512, 512)] * 2, [(3,), (700, 512)]])
@@ -108,8 +108,8 @@ def test_only_large_steps_end_threads_and_numbers_do_not_change(shapes, monkeypa
             optimizer.step()
         results.append(params)
     assert same(*results)
-    large = sum(p.numel() for p in params) >= openmp.ELEMENTS_A_THREAD * THREADS
-    assert pauses == [openmp.SOFT] * (3 if large else 0)
+    large = sum(p.numel() for p in params) >= openmp.MIN_ELEMENTS_PER_THREAD * THREADS
+    assert pauses == [openmp.PAUSE_SOFT] * (3 if large else 0)
 
 
 @pytest.mark.parametrize("width", [8, 700])
@@ -122,4 +122,4 @@ def test_large_train_step_ends_threads(width, monkeypatch):
     )
     for _ in range(2):
         train_step(torch.ones(4, width))
-    assert pauses == ([openmp.SOFT] * 2 if width == 700 else [])
+    assert pauses == ([openmp.PAUSE_SOFT] * 2 if width == 700 else [])

@@ -39,8 +39,8 @@ CUT = [
 @pytest.fixture(autouse=True)
 def _many(monkeypatch):
     """Let few small leaves act like many large ones."""
-    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
-    monkeypatch.setattr(chunking, "LOOPS", 16)
+    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def no_outlining(monkeypatch):
 
     def never():
         for module in (joint_update, batch_rows):
-            monkeypatch.setattr(module, "enough", lambda loops: math.inf)
+            monkeypatch.setattr(module, "min_equal_leaves", lambda loops: math.inf)
 
     return never
 
@@ -263,7 +263,7 @@ def test_unused_outlined_parts_are_freed():
     mine = [weakref.ref(piece) for piece in program(optimizer).update.pieces]
     assert {id(ref()) for ref in mine} & {id(piece) for piece in outline._tiles.values()}
     del optimizer
-    cache._recent.clear()
+    cache._lru.clear()
     gc.collect()
     assert [ref() for ref in mine] == [None] * 7
 

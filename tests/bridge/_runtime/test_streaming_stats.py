@@ -16,8 +16,8 @@ from bridge._runtime import streaming_stats
 from bridge._xla import compile as reading_compile
 from bridge._xla import streams
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="only for Linux on x86-64")]
-SIZES = [plan.PART, plan.PART + 1, 100_000, 2_000_003, 3 * plan.PART, 1 << 20]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.CAN_READ_BY_ADDRESS, reason="only for Linux on x86-64")]
+SIZES = [plan.READ_CHUNK, plan.READ_CHUNK + 1, 100_000, 2_000_003, 3 * plan.READ_CHUNK, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}
 
@@ -30,11 +30,11 @@ def some(dtype=torch.float32, sizes=SIZES):
 def found(grads, clip, scaled, scale=4.0):
     kinds = [(i, g.numel(), str(g.dtype).removeprefix("torch.")) for i, g in enumerate(grads)]
     for _, _, dtype in kinds:
-        streaming_stats.piece(dtype, clip, scaled, CPU).compile()
-    reader = streaming_stats.Reader(kinds, clip, scaled, CPU)
+        streaming_stats.streaming_stats_executable(dtype, clip, scaled, CPU).compile()
+    reader = streaming_stats.StreamingStats(kinds, clip, scaled, CPU)
     with x64():
         result = np.asarray(reader(grads, [np.full(1, scale, np.float32)] if scaled else []))
-    reader.end()
+    reader.finish_reading()
     return result
 
 
@@ -61,7 +61,7 @@ def test_comparison_detects_elements_counted_twice(monkeypatch):
         np.testing.assert_allclose(found(grads, True, False), [squares(grads), 0.0], rtol=2e-7)
 
 
-@pytest.mark.parametrize("at", [(0, 0), (1, plan.PART), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
+@pytest.mark.parametrize("at", [(0, 0), (1, plan.READ_CHUNK), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_nonfinite_element_is_found_anywhere(at, value):
     grads = some()
@@ -71,8 +71,8 @@ def test_nonfinite_element_is_found_anywhere(at, value):
 
 
 def test_overflowing_sum_does_not_count_as_nonfinite():
-    grads = [torch.full((1 << 20,), 3e37), torch.full((plan.PART,), 2e38)]
-    np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + plan.PART * 4e16, 0.0], rtol=1e-5)
+    grads = [torch.full((1 << 20,), 3e37), torch.full((plan.READ_CHUNK,), 2e38)]
+    np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + plan.READ_CHUNK * 4e16, 0.0], rtol=1e-5)
     assert found(grads, False, True)[1] == 0
 
 
@@ -81,7 +81,9 @@ def test_dense_gradients_in_any_order_are_not_copied():
     turned = base.view(16, 32, 50, 50).to(memory_format=torch.channels_last)
     sparse = torch.zeros(base.numel(), 2)[:, 0].copy_(base)
     for grad, copies in ((turned, 0), (sparse, 1)):
-        kind = streaming_stats._Kind(np.dtype(np.float32), [(0, base.numel())], streaming_stats.piece("float32", True, False, CPU))
+        kind = streaming_stats._PerDtypeStats(
+            np.dtype(np.float32), [(0, base.numel())], streaming_stats.streaming_stats_executable("float32", True, False, CPU)
+        )
         kind.shares([grad])
         assert sum(copy.data_ptr() != grad.data_ptr() for copy in kind.copies) == copies
         np.testing.assert_allclose(found([grad], True, False), [squares([base]), 0.0], rtol=2e-7)
@@ -89,7 +91,7 @@ def test_dense_gradients_in_any_order_are_not_copied():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_program_allocates_no_large_temporaries(way):
-    program = streaming_stats.piece("float32", *WAYS[way], CPU)
+    program = streaming_stats.streaming_stats_executable("float32", *WAYS[way], CPU)
     program.compile()
     assert program.compiled.memory_analysis().temp_size_in_bytes < 1 << 20
 
@@ -120,7 +122,7 @@ def ours(params, **options):
 
 
 def launches(optimizer):
-    return optimizer._launches.latest
+    return optimizer._launch_cache.last_used
 
 
 def test_clipped_steps_move_as_in_torch():
@@ -135,7 +137,7 @@ def test_clipped_steps_move_as_in_torch():
     optimizer = ours(params)
     train(params, 20, optimizer.step)
     train(other, 20, their_step)
-    assert launches(optimizer)[0].reader is not None
+    assert launches(optimizer)[0].streaming_stats is not None
     for p, q, s in zip(params, other, start, strict=True):
         assert movement_error(p, q, s) < 1e-5
 
@@ -147,19 +149,19 @@ def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
     start, optimizer = clones(params), sgd(params)
     train(params, 20, optimizer.step)
     with monkeypatch.context() as m:
-        m.setattr(plan, "SUPPORTED", False)
+        m.setattr(plan, "CAN_READ_BY_ADDRESS", False)
         other = sgd(plain)
         train(plain, 20, other.step)
-    assert launches(optimizer)[0].reader is not None
-    assert launches(other)[0].reader is None
+    assert launches(optimizer)[0].streaming_stats is not None
+    assert launches(other)[0].streaming_stats is None
     assert max(map(movement_error, params, plain, start)) < 1e-5
-    read = streaming_stats._Kind.shares
-    monkeypatch.setattr(streaming_stats._Kind, "shares", lambda self, grads: read(self, grads)[:1])
+    read = streaming_stats._PerDtypeStats.shares
+    monkeypatch.setattr(streaming_stats._PerDtypeStats, "shares", lambda self, grads: read(self, grads)[:1])
     monkeypatch.setattr(_process, "CORES", 2)
-    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
-    monkeypatch.setattr(streaming_stats, "_LEAST", 1 << 19)
+    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1 << 19)
+    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1 << 19)
     train(half, 20, sgd(half).step)
-    if streams.SEVERAL:
+    if streams.HAS_STREAMS:
         assert max(map(movement_error, half, plain, start)) > 1e-2
 
 
@@ -167,16 +169,18 @@ def test_every_set_of_gradients_uses_the_same_programs(monkeypatch):
     params = parameters()
     optimizer = ours(params)
     train(params, 2, optimizer.step)
-    monkeypatch.setattr(reading_compile.Piece, "__init__", lambda *_: pytest.fail("another program"))
-    assert {streaming_stats.piece("float32", True, False, CPU)} == {kind.piece for kind in launches(optimizer)[0].reader._kinds}
+    monkeypatch.setattr(reading_compile.LazyExecutable, "__init__", lambda *_: pytest.fail("another program"))
+    assert {streaming_stats.streaming_stats_executable("float32", True, False, CPU)} == {
+        kind.executable for kind in launches(optimizer)[0].streaming_stats._per_dtype
+    }
     monkeypatch.undo()
     for live in ({0, 1, 2}, {1, 3}, {2, 4, 5}):
         give(params, 5, live)
-        before = streaming_stats.piece.cache_info().misses
+        before = streaming_stats.streaming_stats_executable.cache_info().misses
         optimizer.step()
-        assert streaming_stats.piece.cache_info().misses == before
-        far = [position for position in live if params[position].numel() >= plan.PART]
-        assert (launches(optimizer)[0].reader is None) == (not far)
+        assert streaming_stats.streaming_stats_executable.cache_info().misses == before
+        far = [position for position in live if params[position].numel() >= plan.READ_CHUNK]
+        assert (launches(optimizer)[0].streaming_stats is None) == (not far)
 
 
 @FUSES
@@ -189,8 +193,8 @@ def test_norm_reads_the_gradients_once():
         optimizer.step()
         counts.append(optimizer.bytes_accessed() / p.numel())
     assert counts[1] - counts[0] == pytest.approx(4, abs=0.01)
-    turn = 4 * plan._PLACES * plan.PART
-    program = streaming_stats.piece("float32", True, False, CPU)
+    turn = 4 * plan.CONCURRENT_CHUNKS * plan.READ_CHUNK
+    program = streaming_stats.streaming_stats_executable("float32", True, False, CPU)
     program.compile()
     # The compiler counts one iteration of each loop: four parts, a remainder, and the sums.
     assert bridge._xla.compile.bytes_accessed(program.compiled) < 3.5 * turn
@@ -202,16 +206,16 @@ def test_gradients_stay_alive_until_they_are_read_even_if_the_step_fails(monkeyp
     train(params, 2, optimizer.step)
     before, launch = clones(params), launches(optimizer)[0]
     ends = []
-    end = streaming_stats.Reader.end
-    monkeypatch.setattr(streaming_stats.Reader, "end", lambda self: ends.append(len(self._found)) or end(self))
+    end = streaming_stats.StreamingStats.finish_reading
+    monkeypatch.setattr(streaming_stats.StreamingStats, "finish_reading", lambda self: ends.append(len(self._found)) or end(self))
     for form in ("update", "alone"):  # the call of several programs, and that of one
-        monkeypatch.setattr(launch.program, form, lambda *_: 1 / 0)
+        monkeypatch.setattr(launch.executable, form, lambda *_: 1 / 0)
     give(params, 9)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert ends
     assert ends[0] > 0
-    assert not launch.reader._found
+    assert not launch.streaming_stats._partial_stats
     assert all(map(torch.equal, params, before))
 
 
@@ -220,14 +224,14 @@ def test_loss_scale_and_frozen_elements_are_respected(monkeypatch):
     mask = {"p0": torch.zeros(700, 1000, dtype=torch.bool), "p1": True, "p3": True}
     mask["p0"][:350] = True
     optimizer = torch_api.MaskedSGD([(f"p{i}", p) for i, p in enumerate(params)], lr=1.0, mask=mask, max_grad_norm=0.5, fused=True)
-    monkeypatch.setattr(plan, "_LEAST", 1)
-    monkeypatch.setattr(streaming_stats, "_LEAST", 1)
+    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1)
+    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1)
     start = clones(params)
     give(params, 0)
     params[0].grad[400:] = torch.nan  # frozen rows
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     optimizer.step()
-    assert launches(optimizer)[0].reader is not None
+    assert launches(optimizer)[0].streaming_stats is not None
     own = [params[0].grad[:350], params[1].grad, params[3].grad]
     factor = 0.5 / (squares(own) ** 0.5 / 8 + 1e-6) / 8
     for i, g in ((1, params[1].grad), (3, params[3].grad)):
@@ -260,7 +264,7 @@ def test_gradient_without_memory_is_copied_or_raises(scaled):
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        assert launches(optimizer)[0].reader is not None
+        assert launches(optimizer)[0].streaming_stats is not None
         before, states = clones(params), [{k: v.clone() for k, v in optimizer.state[p].items()} for p in params]
         params[0].grad = gradient
         if error is not None:

@@ -147,11 +147,11 @@ def test_values_and_gradients_match_torch(name):
 @pytest.mark.parametrize(
     ("where", "name", "broken", "case"),
     [
-        (tensor, "unnoticed", lambda old, new: jax.lax.stop_gradient(new), "write: data"),
-        (tensor, "DETACHING", frozenset(), "write: detach"),
-        (index, "_parted", lambda key: (key, None), "index: number and tensor"),
-        (elementwise, "root", jax.numpy.sqrt, "slope: std"),
-        (elementwise, "flat_at_zero", lambda function, x: function(x), "slope: norm 3"),
+        (tensor, "write_without_grad", lambda old, new: jax.lax.stop_gradient(new), "write: data"),
+        (tensor, "DETACH_FUNCTIONS", frozenset(), "write: detach"),
+        (index, "_split_key", lambda key: (key, None), "index: number and tensor"),
+        (elementwise, "safe_sqrt", jax.numpy.sqrt, "slope: std"),
+        (elementwise, "zero_subgradient_at_zero", lambda function, x: function(x), "slope: norm 3"),
         (subgradients, "sign", lambda x: jax.numpy.ones_like(x), "slope: abs"),
     ],
 )
@@ -211,13 +211,13 @@ def test_error_names_a_function_that_can_be_registered(name):
     """torch's own names for some of these functions contain classes that cannot be imported."""
     func = functools.reduce(getattr, name.split(".")[1:], torch)
     with pytest.raises(NotImplementedError, match=rf"^{re.escape(name)} has no .* torch2jax\.implements\({re.escape(name)}\)"):
-        raise op_registry.unsupported(func)
+        raise op_registry.unsupported_op_error(func)
 
 
 def test_error_names_the_public_function_of_a_builtin():
     beneath = torch._C._VariableFunctions.block_diag
     assert beneath is not torch.block_diag
-    assert "implements(torch.block_diag)" in str(op_registry.unsupported(beneath))
+    assert "implements(torch.block_diag)" in str(op_registry.unsupported_op_error(beneath))
 
 
 def test_known_value_can_be_formatted_and_a_traced_one_raises():

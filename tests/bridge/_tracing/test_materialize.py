@@ -73,7 +73,7 @@ def test_attention_and_its_gradient_match_torch(kind):
 
 def test_comparison_detects_a_gradient_without_the_shared_sum(monkeypatch):
     inputs = tensors()
-    monkeypatch.setattr(attention, "_shared", lambda change, out: jnp.zeros_like(out))
+    monkeypatch.setattr(attention, "_normalization_tangent", lambda change, out: jnp.zeros_like(out))
     with x64():
         arrays = [jnp.asarray(x.numpy()) for x in inputs]
         assert not alike(gradients(bridge.module_function(Attention()), arrays), torchs(inputs, {}))
@@ -87,7 +87,7 @@ def plain(scores, dead, kept, value):
 
 
 def attended(scores, dead, kept, value):
-    return attention.attended(scores if dead is None else attention.bounded(scores, ~dead), kept, value)
+    return attention.softmax_matmul(scores if dead is None else attention.mask_scores(scores, ~dead), kept, value)
 
 
 @pytest.mark.parametrize("flags", ["none", "dead", "kept", "both"])
@@ -121,7 +121,7 @@ def test_undifferentiated_argument_of_attention_costs_no_product():
     scores, value = jnp.ones((3, 4)), jnp.ones((4, 2))
     counts = []
     for wanted in ((0,), (1,), (0, 1)):
-        grad = jax.grad(lambda s, v: jnp.sum(attention.attended(s, None, v)), wanted)
+        grad = jax.grad(lambda s, v: jnp.sum(attention.softmax_matmul(s, None, v)), wanted)
         counts.append(products(jax.make_jaxpr(grad)(scores, value).jaxpr))
     assert counts == [2, 2, 3]
 
@@ -164,7 +164,7 @@ def test_overflow_behind_a_causal_mask_has_no_effect():
 
 def test_gradient_gets_a_barrier_and_derivatives_do_not_change():
     x = jnp.linspace(-1, 1, 7)
-    f = lambda wanted: lambda x: jnp.sum(jnp.sin(materialize.gradient_once(x * x, wanted)))  # noqa: E731
+    f = lambda wanted: lambda x: jnp.sum(jnp.sin(materialize.materialize_grad(x * x, wanted)))  # noqa: E731
     barriers = [str(jax.make_jaxpr(jax.grad(f(wanted)))(x)).count("optimization_barrier") for wanted in (True, False)]
     assert barriers == [1, 0]
     assert "optimization_barrier" not in str(jax.make_jaxpr(f(True))(x))
@@ -173,10 +173,10 @@ def test_gradient_gets_a_barrier_and_derivatives_do_not_change():
 
 
 def test_integers_and_other_devices_have_no_barriers(monkeypatch):
-    barriers = lambda x: str(jax.make_jaxpr(lambda x: materialize.gradient_once(materialize.once(x)))(x)).count("barrier")  # noqa: E731
+    barriers = lambda x: str(jax.make_jaxpr(lambda x: materialize.materialize_grad(materialize.materialize(x)))(x)).count("barrier")  # noqa: E731
     assert barriers(jnp.arange(3)) == 0
     assert barriers(jnp.ones(3)) > 0
-    monkeypatch.setattr(context.TRACE, "device", torch.device("cuda"))
+    monkeypatch.setattr(context.context, "device", torch.device("cuda"))
     assert barriers(jnp.ones(3)) == 0
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from traced_oracle import compare
 
 import bridge
-from bridge._tracing.op_registry import OPS, OTHER_NAMES, add_ops, op, primitive
+from bridge._tracing.op_registry import ARGUMENT_ALIASES, OPS, add_ops, builtin_op, op
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +60,7 @@ def unknown(func):
     if any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return set()
     wanted = {n for names in schemas(name) for n in names} - ELSEWHERE - set(INSIDE.get(name, "").split())
-    return {n for n in wanted if n not in known and OTHER_NAMES.get(n) not in known and not n.startswith("scales")}
+    return {n for n in wanted if n not in known and ARGUMENT_ALIASES.get(n) not in known and not n.startswith("scales")}
 
 
 def builtins():
@@ -78,7 +78,7 @@ def test_second_implementation_of_a_function_raises():
     for register in (
         op("sinh", "cos"),
         op("cos_"),
-        primitive("cos"),
+        builtin_op("cos"),
         lambda f: add_ops({torch.cos: OPS[torch.sin], torch.Tensor.apply_: OPS[torch.sin]}),
     ):
         with pytest.raises(

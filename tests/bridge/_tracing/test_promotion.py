@@ -11,7 +11,7 @@ from bad_inputs_modules import Applies
 
 import bridge
 import torch_api
-from bridge._interop.dtypes import IN_TORCH
+from bridge._interop.dtypes import TORCH_DTYPES
 from bridge._process import x64
 from bridge._tracing import op_registry
 from bridge._tracing.promotion import result_type
@@ -66,7 +66,7 @@ def test_mixed_dtypes_are_refused_as_in_torch(name, dtype):
 @pytest.mark.parametrize("name", PROMOTED)
 def test_dtypes_are_promoted_as_in_torch(name):
     x = X.double()
-    assert IN_TORCH[str(traced(PROMOTED[name], x).dtype)] == PROMOTED[name](x).dtype
+    assert TORCH_DTYPES[str(traced(PROMOTED[name], x).dtype)] == PROMOTED[name](x).dtype
 
 
 OF_THREE = {
@@ -90,7 +90,7 @@ def test_three_dtypes_are_promoted_as_in_torch():
 @pytest.mark.usefixtures("standard_promotion")
 def test_comparison_detects_a_product_that_promotes(monkeypatch):
     entry = op_registry.OPS[F.linear]
-    monkeypatch.setitem(op_registry.OPS, F.linear, entry._replace(one_type=None))
+    monkeypatch.setitem(op_registry.OPS, F.linear, entry._replace(same_dtype_kind=None))
     with pytest.raises(pytest.fail.Exception):
         test_mixed_dtypes_are_refused_as_in_torch("linear", torch.float64)
 

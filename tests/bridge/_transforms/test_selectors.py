@@ -14,7 +14,7 @@ from torch import nn
 
 import bridge
 from bridge._names import nest, unnest
-from bridge._transforms.selectors import Leaves, column
+from bridge._transforms.selectors import NamedLeaves, resolve_selector
 from torch_api import MaskedAdamW
 
 pytestmark = pytest.mark.quick
@@ -49,12 +49,12 @@ def model():
 
 def leaves_of(model, named=True):
     pairs = [(name if named else f"param{i}", leaf) for i, (name, leaf) in enumerate(model.named_parameters())]
-    return Leaves([name for name, _ in pairs], [leaf for _, leaf in pairs], lambda: nest(pairs), named=named)
+    return NamedLeaves([name for name, _ in pairs], [leaf for _, leaf in pairs], lambda: nest(pairs), has_names=named)
 
 
 def values(spec, model, kind):
     leaves = leaves_of(model)
-    return dict(zip(leaves.names, [decision.value for decision in column(spec, leaves, kind)], strict=True))
+    return dict(zip(leaves.names, [decision.value for decision in resolve_selector(spec, leaves, kind)], strict=True))
 
 
 def by_optimizer(spec, model):
@@ -270,7 +270,7 @@ class TestBoolTensors:
     def test_only_masks_accept_bool_tensors(self, kind, text, model):
         mask = torch.tensor(self.PARTIAL)
         with pytest.raises(TypeError, match=f"(?s){text}"):
-            column([("head.weight", mask), ("*", False)], leaves_of(model), kind)
+            resolve_selector([("head.weight", mask), ("*", False)], leaves_of(model), kind)
 
 
 LABELS = {
@@ -387,7 +387,7 @@ def test_error_counts_parameters_that_are_not_optimized(model):
 @pytest.mark.parametrize("kind", [*MASK_KINDS, "labels"])
 def test_error_names_its_argument(kind, model):
     with pytest.raises(ValueError, match=f"^{kind}.*'nothing'"):
-        column([("nothing", True), ("*", True)], leaves_of(model), kind)
+        resolve_selector([("nothing", True), ("*", True)], leaves_of(model), kind)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_pattern_on_unnamed_parameters_raises_with_advice(spec, model):
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
         MaskedAdamW(model.parameters(), mask=spec)
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        column(spec, leaves_of(model, named=False), "decay_mask")
+        resolve_selector(spec, leaves_of(model, named=False), "decay_mask")
 
 
 @pytest.mark.parametrize(
@@ -486,17 +486,17 @@ def test_random_pairs_decide_like_the_first_match_in_a_loop(kind):
         if rng.random() < 0.5:
             rules.append(("*", "rest" if kind == "labels" else False))
         params = [jnp.zeros(1)] * len(names)
-        leaves = Leaves(names, params, functools.partial(nest, list(zip(names, params, strict=True))), named=True)
+        leaves = NamedLeaves(names, params, functools.partial(nest, list(zip(names, params, strict=True))), has_names=True)
         unmatched = [glob for glob, _ in rules if not any(fnmatchcase(name, glob) for name in names)]
         first = [next(((glob, value) for glob, value in rules if fnmatchcase(name, glob)), None) for name in names]
         unlabelled = [name for name, rule in zip(names, first, strict=True) if rule is None and kind == "labels"]
         if unmatched or unlabelled:
             outcomes["no match" if unmatched else "no label"] += 1
             with pytest.raises(ValueError, match=re.escape(repr((unmatched or unlabelled)[0]))):
-                column(rules, leaves, kind)
+                resolve_selector(rules, leaves, kind)
             continue
         outcomes["decided"] += 1
-        decisions = column(rules, leaves, kind)
+        decisions = resolve_selector(rules, leaves, kind)
         assert [decision.value for decision in decisions] == [rule[1] if rule else False for rule in first]
         for decision, rule in zip(decisions, first, strict=True):
             assert (repr(rule[0]) if rule else "no rule") in decision.rule

@@ -7,21 +7,21 @@ import threading
 
 import pytest
 
-from bridge._xla.compile import meanwhile
+from bridge._xla.compile import submit
 
 pytestmark = pytest.mark.quick
 
 
 def test_call_runs_in_another_thread_and_returns_its_result():
-    assert meanwhile(threading.get_ident).result() != threading.get_ident()
-    assert meanwhile(divmod, 7, 2).result() == (3, 1)
+    assert submit(threading.get_ident).result() != threading.get_ident()
+    assert submit(divmod, 7, 2).result() == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        meanwhile(divmod, 7, 0).result()
+        submit(divmod, 7, 0).result()
 
 
 def test_submitting_a_call_does_not_wait_for_it():
     free = threading.Event()
-    held = meanwhile(free.wait)
+    held = submit(free.wait)
     assert not held.done()
     free.set()
     assert held.result()

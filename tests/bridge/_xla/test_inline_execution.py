@@ -24,7 +24,7 @@ CPU = jax.devices("cpu")[0]
 
 
 def inline(compiled):
-    return inline_execution.inline(inline_execution.serialized(compiled), CPU)
+    return inline_execution.load_inline(inline_execution.serialize_executable(compiled), CPU)
 
 
 def takes_functions():
@@ -53,7 +53,7 @@ def small(make, sizes=((40, 30), (30,)), steps=1):
 
 
 def launches(optimizer):
-    return optimizer._launches.latest
+    return optimizer._launch_cache.last_used
 
 
 # ------------------------------------------------------------------ inline execution
@@ -112,35 +112,35 @@ def test_placeholder_function_is_never_called(monkeypatch):
 
 
 def test_inline_form_is_none_if_unsupported(monkeypatch):
-    kept = inline_execution.serialized(made(lambda x: x + 1, 1.0))
+    kept = inline_execution.serialize_executable(made(lambda x: x + 1, 1.0))
     assert kept is not None
-    assert inline_execution.inline(None, CPU) is None
-    assert inline_execution.inline(kept, type("Device", (), {"platform": "cuda"})) is None
+    assert inline_execution.load_inline(None, CPU) is None
+    assert inline_execution.load_inline(kept, type("Device", (), {"platform": "cuda"})) is None
 
     def takes_none(self, *args, **kwargs):
         raise TypeError("deserialize_executable(): incompatible function arguments")
 
-    monkeypatch.setattr(compat.CallingClient, "deserialize_executable", takes_none)
-    assert inline_execution.inline(kept, CPU) is None
+    monkeypatch.setattr(compat.InlineClient, "deserialize_executable", takes_none)
+    assert inline_execution.load_inline(kept, CPU) is None
 
     def cannot(compiled):
         raise RuntimeError("UNIMPLEMENTED: LessThan is not serializable")
 
     monkeypatch.setattr(inline_execution, "serialize", cannot)
-    assert inline_execution.serialized(made(lambda x: x + 1, 1.0)) is None
+    assert inline_execution.serialize_executable(made(lambda x: x + 1, 1.0)) is None
 
 
 def test_inline_execution_does_not_change_any_bit(monkeypatch):
     found = []
-    for call in (inline_execution.inline, lambda kept, device: None):
-        monkeypatch.setattr(executable, "inline", call)
+    for call in (inline_execution.load_inline, lambda kept, device: None):
+        monkeypatch.setattr(executable, "load_inline", call)
         monkeypatch.setattr(cache, "_programs", {})
         torch.manual_seed(0)
         optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=20)
         found.append([p.detach().clone() for p in params])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     (launch,) = launches(optimizer)
-    assert launch.program.alone is launch.program.update
+    assert launch.executable.inline_executable is launch.executable.update
 
 
 @INLINE
@@ -148,13 +148,13 @@ def test_second_form_of_a_program_is_loaded_on_demand(monkeypatch):
     monkeypatch.setattr(cache, "_programs", {})
     optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=2)
     (launch,) = launches(optimizer)
-    assert "update" not in vars(launch.program)
-    before = launch.program.bytes_accessed
-    assert "update" not in vars(launch.program)
-    again = launch.program.update
-    assert again is launch.program.update is not launch.program.alone
-    assert launch.program.bytes_accessed == before > 0
-    launch.program.alone = again  # it can replace the inline form
+    assert "update" not in vars(launch.executable)
+    before = launch.executable.bytes_accessed
+    assert "update" not in vars(launch.executable)
+    again = launch.executable.update
+    assert again is launch.executable.update is not launch.executable.inline_executable
+    assert launch.executable.bytes_accessed == before > 0
+    launch.executable.inline_executable = again  # it can replace the inline form
     there = [p.detach().clone() for p in params]
     optimizer.step()
     assert not any(torch.equal(p, q) for p, q in zip(params, there, strict=True))
@@ -165,12 +165,12 @@ def test_only_a_single_program_of_a_step_runs_inline(monkeypatch):
     asked = []
     optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2))
     (launch,) = launches(optimizer)
-    assert launch.program.alone is not launch.program.update
-    monkeypatch.setattr(executable, "inline", lambda kept, device: asked.append(1))
+    assert launch.executable.inline_executable is not launch.executable.update
+    monkeypatch.setattr(executable, "load_inline", lambda kept, device: asked.append(1))
     monkeypatch.setattr(cache, "_programs", {})
     params = random_params(shapes=[(1 << 10, 1 << 10)] * 5 + [(8, n) for n in range(1, 70)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
+        patch.setitem(torch_api._params.buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
         several = torch_api.MaskedAdamW(params, lr=1e-2)
     set_grads(params, random_grads(params))
     several.step()
@@ -181,12 +181,12 @@ def test_only_a_single_program_of_a_step_runs_inline(monkeypatch):
 @INLINE
 def test_many_large_loops_do_not_run_inline(monkeypatch):
     many = 32
-    monkeypatch.setattr(executable, "_LOOPS_A_CORE", many / _process.CORES)
+    monkeypatch.setattr(executable, "_MANY_LOOPS_PER_CORE", many / _process.CORES)
     for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
         optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(size + 16 * n,) for n in range(count)], steps=2)
         (launch,) = launches(optimizer)
-        assert len(launch.program.plan.leaves) == count
-        assert (launch.program.alone is not launch.program.update) == by_caller
+        assert len(launch.executable.plan.leaves) == count
+        assert (launch.executable.inline_executable is not launch.executable.update) == by_caller
 
 
 @pytest.mark.parametrize("seen", ["print", "callback", "in a branch"])
@@ -209,8 +209,8 @@ def test_program_with_a_callback_does_not_run_inline(seen, together, capfd):
     jax.effects_barrier()
     assert capfd.readouterr().out.count("seen") == 2
     (launch,) = launches(optimizer)
-    assert launch.program.calls_back
-    assert launch.program.alone is launch.program.update
+    assert launch.executable.has_callback
+    assert launch.executable.inline_executable is launch.executable.update
 
 
 @INLINE
@@ -233,7 +233,7 @@ def test_out_of_memory_raises_and_leaves_valid_tensors():
 
 def divided(optimizer):
     """Return how many loops of the optimizer's programs are divided among cores."""
-    return sum(launch.program.update.as_text().count("outer_dimension_partitions") for launch in launches(optimizer))
+    return sum(launch.executable.update.as_text().count("outer_dimension_partitions") for launch in launches(optimizer))
 
 
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
@@ -241,7 +241,7 @@ def test_short_loops_use_one_core_and_long_loops_several(monkeypatch):
     shapes = [(300, 300), (300,)]
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) == 0
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(600, 600), (600,)])[0]) > 0
-    monkeypatch.setattr(executable, "on_one_core", lambda options: options)
+    monkeypatch.setattr(executable, "single_threaded", lambda options: options)
     monkeypatch.setattr(cache, "_programs", {})
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the check can fail
 
@@ -249,7 +249,7 @@ def test_short_loops_use_one_core_and_long_loops_several(monkeypatch):
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
 def test_many_short_loops_use_one_core_each(monkeypatch):
     many, short = 32, 1 << 16
-    monkeypatch.setattr(executable, "_LOOPS_A_CORE", many / _process.CORES)
+    monkeypatch.setattr(executable, "_MANY_LOOPS_PER_CORE", many / _process.CORES)
 
     def loops(count, largest=0):
         shapes = [(short + 16 * n,) for n in range(count)] + [(largest,)] * (largest > 0)
@@ -258,7 +258,7 @@ def test_many_short_loops_use_one_core_each(monkeypatch):
     assert loops(many) == 0
     assert loops(many - 1) > 0
     assert loops(many, largest=many * short * _process.CORES) > 0
-    monkeypatch.setattr(executable, "_SHORT_LOOP", short // 2)
+    monkeypatch.setattr(executable, "_SHORT_LOOP_ELEMENTS", short // 2)
     monkeypatch.setattr(cache, "_programs", {})
     assert loops(many) > 0  # the check can fail
 
@@ -290,37 +290,37 @@ def test_op_count_sums_results_and_is_infinite_for_loops():
 
 def test_single_thread_option_keeps_other_options_and_user_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
-    assert compile_options.on_one_core({"a": 1}) == {"a": 1, compile_options._PASSES_OPTION: compile_options._LOOPS_DIVIDED}
+    monkeypatch.setattr(compile_options, "_is_supported", lambda option, value: True)
+    assert compile_options.single_threaded({"a": 1}) == {"a": 1, compile_options._PASSES_OPTION: compile_options._LOOP_PARALLELIZATION}
     assert (
-        compile_options.on_one_core({compile_options._PASSES_OPTION: "x"})[compile_options._PASSES_OPTION]
-        == f"x,{compile_options._LOOPS_DIVIDED}"
+        compile_options.single_threaded({compile_options._PASSES_OPTION: "x"})[compile_options._PASSES_OPTION]
+        == f"x,{compile_options._LOOP_PARALLELIZATION}"
     )
-    monkeypatch.setattr(compile_options, "_known", lambda option, value: False)
-    assert compile_options.on_one_core({"a": 1}) == {"a": 1}
-    monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
+    monkeypatch.setattr(compile_options, "_is_supported", lambda option, value: False)
+    assert compile_options.single_threaded({"a": 1}) == {"a": 1}
+    monkeypatch.setattr(compile_options, "_is_supported", lambda option, value: True)
     monkeypatch.setenv("XLA_FLAGS", f"--{compile_options._PASSES_OPTION}=mine")
-    assert compile_options.on_one_core({"a": 1}) == {"a": 1}
+    assert compile_options.single_threaded({"a": 1}) == {"a": 1}
 
 
-@pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop")
+@pytest.mark.skipif(not probes.fuses_multiple_outputs(), reason="this XLA writes only one result per loop")
 def test_equal_matrices_of_a_small_model_share_its_program(monkeypatch):
-    monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1)
+    monkeypatch.setattr(bucket_state, "MAX_GATHERED_BUCKET_BYTES", 1)
     counts = []
-    for few in (executable.ON_ONE_CORE, 0):  # with 0 the check fails
-        monkeypatch.setattr(launch_cache, "ON_ONE_CORE", few)
+    for few in (executable.SINGLE_CORE_ELEMENTS, 0):  # with 0 the check fails
+        monkeypatch.setattr(launch_cache, "SINGLE_CORE_ELEMENTS", few)
         counts.append(len(launches(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(128, 72)] * 8 + [(128,)] * 8)[0])))
     assert counts == [1, 2]
 
 
-@pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop")
+@pytest.mark.skipif(not probes.fuses_multiple_outputs(), reason="this XLA writes only one result per loop")
 @pytest.mark.parametrize(
     ("shape", "count", "far"),
     [((200, 192), 39, False), ((200, 192), 40, True), ((300, 256), 63, False), ((300, 256), 64, True), ((96, 96), 64, False)],
 )
 def test_gradients_of_many_large_equal_leaves_are_read_by_address(shape, count, far):
     optimizer, _ = small(lambda ps: torch_api.MaskedSGD(ps, lr=1e-2), [shape] * count)
-    assert any(launch.program.scattered for launch in launches(optimizer)) is far
+    assert any(launch.executable.reads_grads_by_address for launch in launches(optimizer)) is far
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "NAdam"])

@@ -12,7 +12,7 @@ import pytest
 from bridge._compat import jax as fusion_jax
 from bridge._xla import compile as fusion_compile
 from bridge._xla import multi_output_fusion
-from bridge.environment import _fuses
+from bridge.environment import _fuses_outputs
 
 # Gradients of many kinds of indexing, which crash jaxlib 0.10.2 with multi-output fusion.
 INDEXING = """
@@ -70,7 +70,7 @@ def test_programs_with_user_code_compile_without_the_flag(ended):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-FUSES = pytest.mark.skipif(not fusion_jax.by_program(), reason="this XLA writes each result from a separate loop")
+FUSES = pytest.mark.skipif(not fusion_jax.has_per_program_flag(), reason="this XLA writes each result from a separate loop")
 
 
 def lowered():
@@ -84,7 +84,7 @@ def loops(program):
 
 @FUSES
 def test_only_the_requesting_program_is_fused(monkeypatch):
-    monkeypatch.delenv(multi_output_fusion.SWITCH, raising=False)
+    monkeypatch.delenv(multi_output_fusion.FUSION_VARIABLE, raising=False)
     asks = "XLA_FLAGS" in os.environ and multi_output_fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
     inside, beside = [], []
     asked = fusion_jax._with_entry
@@ -95,13 +95,13 @@ def test_only_the_requesting_program_is_fused(monkeypatch):
         return asked(*options)
 
     monkeypatch.setattr(fusion_jax, "_with_entry", meanwhile)
-    inside.append(loops(fusion_compile.compiled(lowered(), fused=True)))
+    inside.append(loops(fusion_compile.compile_lowered(lowered(), fuse_outputs=True)))
     assert inside == [1]
     assert beside == [1 if asks else 2]
     assert loops(lowered().compile()) == beside[0]
-    assert loops(fusion_compile.compiled(lowered(), fused=False)) == 2
-    monkeypatch.setenv(multi_output_fusion.SWITCH, "0")
-    assert loops(fusion_compile.compiled(lowered(), fused=True)) == beside[0]
+    assert loops(fusion_compile.compile_lowered(lowered(), fuse_outputs=False)) == 2
+    monkeypatch.setenv(multi_output_fusion.FUSION_VARIABLE, "0")
+    assert loops(fusion_compile.compile_lowered(lowered(), fuse_outputs=True)) == beside[0]
 
 
 @FUSES
@@ -111,17 +111,17 @@ def test_failed_compilation_resets_the_request():
             raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        fusion_compile.compiled(Fails(), fused=True)
-    assert fusion_jax._asked.option is None
+        fusion_compile.compile_lowered(Fails(), fuse_outputs=True)
+    assert fusion_jax._thread_option.option is None
 
 
 @FUSES
 def test_hook_is_installed_once_and_returns_jaxs_options():
     from jax._src import compiler
 
-    fusion_compile.compiled(lowered(), fused=True)
+    fusion_compile.compile_lowered(lowered(), fuse_outputs=True)
     hook = compiler.get_compile_options
-    fusion_compile.compiled(lowered(), fused=True)
+    fusion_compile.compile_lowered(lowered(), fuse_outputs=True)
     assert compiler.get_compile_options is hook
     plain = hook(num_replicas=1, num_partitions=1)
     assert plain.SerializeAsString() == hook.__wrapped__(num_replicas=1, num_partitions=1).SerializeAsString()
@@ -150,20 +150,20 @@ def test_fusion_is_not_requested_per_program_without_private_names(monkeypatch, 
     class Options:
         pass
 
-    fusion_jax.by_program.cache_clear()
+    fusion_jax.has_per_program_flag.cache_clear()
     if missing == "get_compile_options":
         monkeypatch.delattr(compiler, missing)
     else:
         monkeypatch.setattr(xla_client, "CompileOptions", Options)
-    assert not fusion_jax.by_program()
+    assert not fusion_jax.has_per_program_flag()
     monkeypatch.undo()
-    fusion_jax.by_program.cache_clear()
-    assert fusion_jax.by_program()
+    fusion_jax.has_per_program_flag.cache_clear()
+    assert fusion_jax.has_per_program_flag()
 
 
 @FUSES
 def test_doctor_detects_fusion_in_a_compiled_program(monkeypatch):
-    monkeypatch.delenv(multi_output_fusion.SWITCH, raising=False)
-    assert _fuses()
-    monkeypatch.setenv(multi_output_fusion.SWITCH, "0")
-    assert _fuses() == (multi_output_fusion.FUSION_FLAG in os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.delenv(multi_output_fusion.FUSION_VARIABLE, raising=False)
+    assert _fuses_outputs()
+    monkeypatch.setenv(multi_output_fusion.FUSION_VARIABLE, "0")
+    assert _fuses_outputs() == (multi_output_fusion.FUSION_FLAG in os.environ.get("XLA_FLAGS", ""))

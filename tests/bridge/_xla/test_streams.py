@@ -22,13 +22,13 @@ from torch_api._params import buckets
 pytestmark = pytest.mark.quick
 
 COUNT = 40  # equal leaves that are too large for buckets
-needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has only one execution stream")
+needs_calls = pytest.mark.skipif(streams._stream_calls is None, reason="this jaxlib has only one execution stream")
 
 
 @pytest.fixture(autouse=True)
 def _several_programs(monkeypatch):
-    monkeypatch.setattr(chunking, "LOOPS", 16)
-    monkeypatch.setattr(chunking, "EQUAL", 8)
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
+    monkeypatch.setattr(chunking, "MAX_EQUAL_LEAVES", 8)
 
 
 def built(seed=0, **options):
@@ -49,8 +49,8 @@ def steps(params, optimizer, count=5):
 @pytest.fixture
 def single_stream(monkeypatch):
     def without():
-        monkeypatch.setattr(streams, "_calls", None)
-        monkeypatch.setattr(streams, "choose", streams._stay)
+        monkeypatch.setattr(streams, "_stream_calls", None)
+        monkeypatch.setattr(streams, "set_stream", streams._keep_stream)
 
     return without
 
@@ -64,40 +64,40 @@ def test_several_streams_give_the_numbers_of_one(single_stream, options):
 
 @needs_calls
 def test_programs_take_streams_in_turn_and_the_threads_stream_is_restored(monkeypatch):
-    monkeypatch.setattr(buckets, "ADDRESSED", 0)  # otherwise one program would update all
+    monkeypatch.setattr(buckets, "MAX_ADDRESSED_ROW_BYTES", 0)  # otherwise one program would update all
     params, optimizer = built()
     steps(params, optimizer, 1)
-    own, chosen, choose = streams._calls[0](), [], streams.choose
-    monkeypatch.setattr(streams, "choose", lambda order: (chosen.append(order), choose(order)))
+    own, chosen, choose = streams._stream_calls[0](), [], streams.set_stream
+    monkeypatch.setattr(streams, "set_stream", lambda order: (chosen.append(order), choose(order)))
     steps(params, optimizer, 1)
-    launches = len(optimizer._launches.latest)
-    assert launches > streams.LANES
+    launches = len(optimizer._launch_cache.last_used)
+    assert launches > streams.STREAM_COUNT
     assert len(chosen) == launches + 1
-    several = chosen[: streams.LANES]
-    assert chosen[:-1] == [several[i % streams.LANES] for i in range(launches)]
-    assert len({own, *several}) == 1 + streams.LANES
-    assert chosen[-1] == own == streams._calls[0]()
+    several = chosen[: streams.STREAM_COUNT]
+    assert chosen[:-1] == [several[i % streams.STREAM_COUNT] for i in range(launches)]
+    assert len({own, *several}) == 1 + streams.STREAM_COUNT
+    assert chosen[-1] == own == streams._stream_calls[0]()
 
 
 @needs_calls
 def test_failed_step_restores_the_stream(monkeypatch):
     params, optimizer = built()
     steps(params, optimizer, 1)
-    own = streams._calls[0]()
+    own = streams._stream_calls[0]()
 
     def broken(*_):
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(in_flight, "elsewhere", broken)
+    monkeypatch.setattr(in_flight, "has_moved", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         steps(params, optimizer, 1)
-    assert streams._calls[0]() == own
+    assert streams._stream_calls[0]() == own
 
 
 def test_step_with_one_program_keeps_the_stream(monkeypatch):
     params = [torch.nn.Parameter(torch.randn(200, 200)) for _ in range(3)]
     optimizer = torch_api.MaskedAdamW(params, lr=1e-2)
-    monkeypatch.setattr(streams, "choose", lambda _: pytest.fail("asked for another order"))
+    monkeypatch.setattr(streams, "set_stream", lambda _: pytest.fail("asked for another order"))
     steps(params, optimizer)
 
 
@@ -118,25 +118,25 @@ def test_earlier_computation_reads_parameters_before_the_step():
 def test_token_program_is_compiled_once_per_length():
     device, numbers = jax.devices("cpu")[0], np.array([0.0, 0.1, np.inf, np.nan, 1e308])
     with x64():
-        found = [streams.opened(numbers + n, device)[0] for n in range(2)]
-        compiled = streams._ordered(5, device)
+        found = [streams.fork_streams(numbers + n, device)[0] for n in range(2)]
+        compiled = streams._copy_program(5, device)
         assert all(np.array_equal(x, numbers + n, equal_nan=True) for n, x in enumerate(found))
-        assert compiled is streams._ordered(5, device)
-        assert compiled is not streams._ordered(6, device)
+        assert compiled is streams._copy_program(5, device)
+        assert compiled is not streams._copy_program(6, device)
 
 
 @needs_calls
 @pytest.mark.parametrize("off", [False, True])
 def test_token_program_is_compiled_before_the_first_step_runs(off, monkeypatch):
-    streams._ordered.cache_clear()
-    monkeypatch.setattr(buckets, "ADDRESSED", 0)
+    streams._copy_program.cache_clear()
+    monkeypatch.setattr(buckets, "MAX_ADDRESSED_ROW_BYTES", 0)
     params, optimizer = built()
     found, run = [], execute.run
-    monkeypatch.setattr(execute, "run", lambda *given: (found.append(streams._ordered.cache_info().misses), run(*given))[1])
+    monkeypatch.setattr(execute, "run", lambda *given: (found.append(streams._copy_program.cache_info().misses), run(*given))[1])
     with jax.disable_jit(off):
         steps(params, optimizer, 2)
     assert found == [1, 1]
-    assert streams._ordered.cache_info().misses == 1
+    assert streams._copy_program.cache_info().misses == 1
 
 
 def test_token_waits_on_the_given_device_for_every_default_device():
@@ -148,7 +148,7 @@ def test_token_waits_on_the_given_device_for_every_default_device():
         for default in (None, one, other):
             with jax.default_device(default), x64():
                 for device in (one, other):
-                    numbers, _ = streams.opened(np.ones(32), device)
+                    numbers, _ = streams.fork_streams(np.ones(32), device)
                     assert not isinstance(numbers, jax.Array) or numbers.devices() == {device}, (default, device, numbers.devices())
     """
     flags = "--xla_force_host_platform_device_count=2"

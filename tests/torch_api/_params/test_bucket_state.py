@@ -132,7 +132,7 @@ def test_steps_continue_from_edited_state_as_in_torch(edit):
 def test_replaced_data_is_moved_back_into_its_bucket_row():
     runs, start = trained_pair()
     (ours, params), _ = runs
-    memory, address = ours._leaves[1].memory, params[1].data_ptr()
+    memory, address = ours._records[1].jax_buffer, params[1].data_ptr()
     for _ in range(3):
         value = torch.randn(4, 4)
         for _, ps in runs:
@@ -140,7 +140,7 @@ def test_replaced_data_is_moved_back_into_its_bucket_row():
         assert params[1].data_ptr() != address
         run(runs, 2)
         assert params[1].data_ptr() == address
-        assert jax_buffers.located(params[1].detach())[0] is memory
+        assert jax_buffers.find_buffer(params[1].detach())[0] is memory
     assert_near(params, runs[1][1], start)
 
 
@@ -192,7 +192,7 @@ def test_inactive_rows_are_rebound_after_their_bucket_moved(second):
     run(moving, 1, active_grads)
     held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers, so XLA must write results elsewhere
     run(moving, 1, active_grads)
-    assert {jax_buffers.located(p.detach())[0] for p in params} == {runs[0][0]._leaves[5].memory}
+    assert {jax_buffers.find_buffer(p.detach())[0] for p in params} == {runs[0][0]._records[5].jax_buffer}
     del held
     run(runs, 2)
     assert_near(params, others, start)
@@ -323,13 +323,13 @@ def test_state_dicts_load_from_and_into_torch_between_steps():
     runs, start = trained_pair()
     (ours, params), (theirs, others) = runs
     saved = copy.deepcopy(ours.state_dict()), copy.deepcopy(theirs.state_dict())
-    memories = {leaf.memory for leaf in ours._active}
+    memories = {leaf.jax_buffer for leaf in ours._trainable}
     run(runs, 2)
     ours.load_state_dict(saved[1])
     theirs.load_state_dict(saved[0])
     run(runs, 3, random_subset)
     assert_near(params, others, start)
-    assert {leaf.memory for leaf in bucketed(ours, 13)._active} == memories
+    assert {leaf.jax_buffer for leaf in bucketed(ours, 13)._trainable} == memories
     assert [t.untyped_storage().nbytes() for t in states(ours, params)] == [t.nbytes for t in states(ours, params)]
     for name, tensor in ours.state_dict()["state"][3].items():
         torch.testing.assert_close(tensor, theirs.state_dict()["state"][3][name], rtol=1e-5, atol=1e-8)

@@ -156,8 +156,8 @@ def test_rows_of_a_bucket_have_their_own_lr_scale_and_decay():
         list(zip(names, params, strict=True)), lr=0.01, weight_decay=0.3, decay_mask=lambda name, p: "norm" not in name, lr_scale=scale
     )
     bucketed(ours)
-    assert len({leaf.memory for leaf in ours._active}) == 1
-    assert len({leaf.row for leaf in ours._active}) == 4
+    assert len({leaf.jax_buffer for leaf in ours._trainable}) == 1
+    assert len({leaf.hyperparam_row for leaf in ours._trainable}) == 4
     groups = [{"params": [p], "lr": 0.005 if i < 4 else 0.02, "weight_decay": 0.0 if i % 2 else 0.3} for i, p in enumerate(others)]
     run([(ours, params), (torch.optim.AdamW(groups), others)], 10, random_subset)
     assert_near(params, others, start)
@@ -169,7 +169,7 @@ def test_initial_state_uses_the_hyperparameters_of_its_group():
     start, others = clones(params), clones(params)
     split = lambda ps: [{"params": ps[::2], "lr": 0.01}, {"params": ps[1::2], "lr": 0.05}]  # noqa: E731
     ours = bucketed(torch_api.MaskedRprop(split(params)), 6)
-    assert len({leaf.memory for leaf in ours._active}) == 1
+    assert len({leaf.jax_buffer for leaf in ours._trainable}) == 1
     run([(ours, params), (torch.optim.Rprop(split(others)), others)], 3)
     assert_near(params, others, start)
 
@@ -195,7 +195,7 @@ def test_groups_that_share_a_bucket_may_differ_in_an_option():
         torch.optim.SGD(split(others), lr=0.01, momentum=0.9),
     )
     runs = [(ours, params), (theirs, others)]
-    assert len({leaf.memory for leaf in ours._active}) == 1
+    assert len({leaf.jax_buffer for leaf in ours._trainable}) == 1
     for option in ({"maximize": True}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": False, "nesterov": False}):
         run(runs, 3, random_subset)
         for optimizer, _ in runs:
@@ -318,7 +318,7 @@ def test_transformations_that_sum_are_bucketed_if_rows_have_no_padding(make):
     ours = make(params)
     theirs, others = unbucketed_twin(make, start)
     run([(ours, params), (theirs, others)], 6, alternating_grads())
-    assert {leaf.shape.numel() for leaf in ours._active if leaf.slot is not None} == {16}
+    assert {leaf.shape.numel() for leaf in ours._trainable if leaf.bucket_row is not None} == {16}
     assert sum(slot is not None for slot in bucket_rows(ours)) == 6
     assert_near(params, others, start)
 

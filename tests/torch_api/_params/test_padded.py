@@ -25,7 +25,7 @@ SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
 ODD = 4  # how many of SHAPES are padded
 HALF = torch.bfloat16
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="this platform pads no rows")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.CAN_READ_BY_ADDRESS, reason="this platform pads no rows")]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def parameters(shapes=SHAPES, dtype=torch.float32):
 
 
 def padded(optimizer):
-    return [leaf for leaf in optimizer._active if leaf.slot is not None and len(leaf.memory.rows) == 1]
+    return [leaf for leaf in optimizer._trainable if leaf.bucket_row is not None and len(leaf.jax_buffer.rows) == 1]
 
 
 def give(params, grads):
@@ -64,12 +64,12 @@ def test_padded_parameter_has_the_bytes_and_loops_of_an_even_size():
     address = p.data_ptr()
     set_grads(params, random_grads(params))
     optimizer.step()
-    (leaf,), (only,) = padded(optimizer), optimizer._launches.latest
-    width = leaf.memory.array.shape[1]
+    (leaf,), (only,) = padded(optimizer), optimizer._launch_cache.last_used
+    width = leaf.jax_buffer.array.shape[1]
     assert width % 16 == 0
     assert PRIME < width < PRIME + 16
     assert optimizer.bytes_accessed() / width == pytest.approx(28, rel=0.01)
-    text = only.program.update.as_text()
+    text = only.executable.update.as_text()
     assert f"[{PRIME}]" not in text
     assert " copy(" not in "".join(line for line in text.splitlines() if f",{width}]" in line)
     places = [x.data_ptr() for x in optimizer.state[p].values()]
@@ -148,7 +148,7 @@ def test_padded_parameters_move_like_unpadded_ones(masked, dtype, options, bound
             assert error <= max(bound, 1e-6 if x.itemsize > 2 else 1e-3) * y.to(wide).norm()
 
 
-class NonzeroPadding(call_arguments.PaddedOperands):
+class NonzeroPadding(call_arguments.PaddedArguments):
     """Padded arguments whose padding is not zero."""
 
     def __init__(self, *args):
@@ -161,12 +161,12 @@ class NonzeroPadding(call_arguments.PaddedOperands):
 @pytest.mark.parametrize("broken", [False, True])
 def test_norm_excludes_the_padding(ahead, broken, monkeypatch):
     """The broken variants count the padding as part of the gradient."""
-    monkeypatch.setattr(plan, "_LEAST", 1 << 14 if ahead else 1 << 30)
-    monkeypatch.setattr(streaming_stats, "_LEAST", 1 << 14 if ahead else 1 << 30)
+    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1 << 14 if ahead else 1 << 30)
+    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1 << 14 if ahead else 1 << 30)
     if broken and ahead:
-        monkeypatch.setattr(plan.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
+        monkeypatch.setattr(plan.LeafPlan, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:
-        monkeypatch.setattr(bound_executable, "PaddedOperands", NonzeroPadding)
+        monkeypatch.setattr(bound_executable, "PaddedArguments", NonzeroPadding)
     params = parameters([(PRIME,)])
     start, others = clones(params), clones(params)
     ours, theirs = torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=1.0), torch.optim.SGD(others, lr=0.1)
@@ -178,7 +178,7 @@ def test_norm_excludes_the_padding(ahead, broken, monkeypatch):
         ours.step()
         theirs.step()
     assert len(padded(ours)) == 1
-    assert any(each.reader is not None for each in ours._launches.latest) is ahead
+    assert any(each.streaming_stats is not None for each in ours._launch_cache.last_used) is ahead
     assert (movement_error(params[0], others[0], start[0]) <= 1e-5) is not broken
 
 
@@ -251,8 +251,8 @@ def test_equal_padded_parameters_share_a_program():
     set_grads(params, random_grads(params))
     optimizer.step()
     assert len(padded(optimizer)) == 100
-    programs_of_it = {each.program for each in optimizer._launches.latest}
-    assert len(optimizer._launches.latest) > len(programs_of_it)
+    programs_of_it = {each.executable for each in optimizer._launch_cache.last_used}
+    assert len(optimizer._launch_cache.last_used) > len(programs_of_it)
 
 
 class Subclass(torch_api.MaskedAdamW):
@@ -344,6 +344,6 @@ def test_train_step_updates_padded_parameters():
 
 
 def test_is_ragged_depends_on_the_length():
-    assert chunking.is_ragged(PRIME)
-    assert not chunking.is_ragged(PRIME + 1)
-    assert not chunking.is_ragged(9)
+    assert chunking.splits_unevenly(PRIME)
+    assert not chunking.splits_unevenly(PRIME + 1)
+    assert not chunking.splits_unevenly(9)

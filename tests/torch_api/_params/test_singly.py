@@ -34,9 +34,9 @@ MAKE = {
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch):
-    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
-    monkeypatch.setattr(buckets, "SINGLY_ON", {"cpu"})
-    monkeypatch.setattr(bucket_state, "SINGLY_ON", {"cpu"})
+    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+    monkeypatch.setattr(buckets, "GRADS_AS_ARGUMENTS_ON", {"cpu"})
+    monkeypatch.setattr(bucket_state, "GRADS_AS_ARGUMENTS_ON", {"cpu"})
 
 
 def parameters(dtype=torch.float32):
@@ -47,8 +47,8 @@ def compare_with_unbucketed(make, ours, steps=20, grads=None, tolerance=1e-6):
     """Compare the movement with an unbucketed optimizer; return both optimizers."""
     optimizer = make(ours)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "SINGLY_ON", set())
-        patch.setattr(bucket_state, "SINGLY_ON", set())
+        patch.setattr(buckets, "GRADS_AS_ARGUMENTS_ON", set())
+        patch.setattr(bucket_state, "GRADS_AS_ARGUMENTS_ON", set())
         other, theirs = unbucketed_twin(make, ours)
     start = [p.detach().clone() for p in ours]
     for _ in range(steps):
@@ -56,8 +56,8 @@ def compare_with_unbucketed(make, ours, steps=20, grads=None, tolerance=1e-6):
             p.grad, q.grad = (None, None) if g is None else (g, g.clone())
         optimizer.step()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(buckets, "SINGLY_ON", set())
-            patch.setattr(bucket_state, "SINGLY_ON", set())
+            patch.setattr(buckets, "GRADS_AS_ARGUMENTS_ON", set())
+            patch.setattr(bucket_state, "GRADS_AS_ARGUMENTS_ON", set())
             other.step()
     moved = [i for i, (p, s) in enumerate(zip(theirs, start, strict=True)) if not torch.equal(p, s)]
     assert moved
@@ -71,9 +71,9 @@ def test_bucketed_parameters_move_like_unbucketed_ones(make):
     ours = parameters()
     optimizer, _ = compare_with_unbucketed(make, ours)
     bucketed(optimizer, 7)
-    by_itself = [leaf.param for leaf in optimizer._active if leaf.slot is None]
+    by_itself = [leaf.param for leaf in optimizer._trainable if leaf.bucket_row is None]
     assert any(p is ours[7] for p in by_itself)  # its bucket row would need padding
-    assert all(pack.singly for each in optimizer._launches.latest for pack in each.packs)
+    assert all(pack.grads_as_arguments for each in optimizer._launch_cache.last_used for pack in each.buckets)
     addresses = [p.data_ptr() for p in ours]
     set_grads(ours, random_grads(ours))
     optimizer.step()
@@ -116,14 +116,14 @@ def test_gradients_are_arguments_without_a_copy():
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01)
     set_grads(ours, random_grads(ours))
     optimizer.step()
-    (only,) = optimizer._launches.latest
-    assert not only.rows
-    assert not only.joined
-    assert not only.gathered
-    assert all(pack._gradients is None for pack in only.packs)
+    (only,) = optimizer._launch_cache.last_used
+    assert not only.bucket_grads
+    assert not only.cat_gathers
+    assert not only.copy_gathers
+    assert all(pack._gathered_grads is None for pack in only.buckets)
     size = sum(math.prod(shape) for shape in SHAPES)
-    assert len(only.positions) == len(SHAPES)
-    assert only.program.elements == size
+    assert len(only.argument_positions) == len(SHAPES)
+    assert only.executable.elements == size
 
 
 def test_strided_parameters_and_gradients_move_as_in_torch():
@@ -187,7 +187,7 @@ def test_train_step_and_eager_steps_alternate():
 
 def test_gradient_in_the_wrong_row_is_detected(monkeypatch):
     """The comparison above can fail."""
-    monkeypatch.setattr(bound_executable.Block, "singly", property(lambda self: [(p, None) for p in self.positions[::-1]]))
+    monkeypatch.setattr(bound_executable.ProgramOperand, "grad_arguments", property(lambda self: [(p, None) for p in self.positions[::-1]]))
     with pytest.raises(AssertionError):
         compare_with_unbucketed(MAKE["AdamW"], parameters())
 

@@ -201,9 +201,9 @@ def test_float64_survives_a_callback_in_a_thread_of_xla():
 def test_arrays_keep_their_bits_through_a_host_callback(dtype, shape):
     pairs = np.random.default_rng(0).normal(size=(*shape, 2))
     x = np.asarray(pairs.view(np.complex128)[..., 0] if dtype is np.complex128 else pairs[..., 0].astype(dtype))
-    crossed = arguments._words(x)
-    assert (crossed.shape, crossed.dtype) == (arguments._coded(x).shape, arguments._coded(x).dtype)
+    crossed = arguments._to_words(x)
+    assert (crossed.shape, crossed.dtype) == (arguments._word_shape(x).shape, arguments._word_shape(x).dtype)
     assert crossed.dtype.itemsize == 4
-    back = arguments._decoded(crossed, x)
+    back = arguments._from_words(crossed, x)
     assert back.dtype == dtype
     assert np.array_equal(back, x)

@@ -16,13 +16,13 @@ from torch_api._step import guards
 pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
-WAYS = {"guards": sight_torch.guard, "leaf by leaf": no_guard}
+WAYS = {"guards": sight_torch.make_guard, "leaf by leaf": no_guard}
 
 
 @pytest.fixture(autouse=True, params=WAYS)
 def way(request, monkeypatch):
     """Run the test with both kinds of guards."""
-    monkeypatch.setattr(guards, "guard", WAYS[request.param])
+    monkeypatch.setattr(guards, "make_guard", WAYS[request.param])
     return request.param
 
 
@@ -38,8 +38,8 @@ def made(**options):
 def count_slow_checks(optimizer, monkeypatch):
     """Return a list that grows each time the optimizer checks its parameters one by one."""
     count = []
-    look = type(optimizer)._look
-    monkeypatch.setattr(type(optimizer), "_look", lambda self: (count.append(1), look(self))[1])
+    look = type(optimizer)._slow_path
+    monkeypatch.setattr(type(optimizer), "_slow_path", lambda self: (count.append(1), look(self))[1])
     return count
 
 
@@ -90,7 +90,7 @@ def test_changes_by_hand_take_effect(change, absent):
         set_grads(params, grads)
         set_grads(others, grads)
         optimizer.step()
-        twin._sight.forget()
+        twin._guards.invalidate()
         twin.step()
         assert same(params, others)
         for p, q in zip(params, others, strict=True):

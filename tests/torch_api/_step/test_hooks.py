@@ -8,7 +8,7 @@ import torch
 from oracles import random_grads, random_params, set_grads
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from bridge._compat.torch import heard
+from bridge._compat.torch import step_observers
 from torch_api import MaskedAdamW
 from torch_api._step import hooks
 
@@ -40,7 +40,7 @@ def runs_torchs_wrapper(call):
 
 
 def test_step_without_listeners_bypasses_the_wrapper():
-    assert not hooks.FOUND.noted(), "torch lacks the attributes that show listeners"
+    assert not hooks.GLOBAL_HOOKS.is_any_thread_profiled(), "torch lacks the attributes that show listeners"
     assert not runs_torchs_wrapper(optimizer().step)
 
 
@@ -113,9 +113,9 @@ def test_autograd_profiler_shows_the_mark():
 def test_every_step_runs_the_wrapper_if_torch_hides_its_listeners(monkeypatch, missing):
     monkeypatch.delattr(torch.autograd, missing, raising=False)
     monkeypatch.delitem(torch.optim.Optimizer.__annotations__, missing, raising=False)
-    found = hooks.Listeners(*heard())
-    assert found.noted()
-    monkeypatch.setattr(hooks, "FOUND", found)
+    found = hooks.GlobalHooks(*step_observers())
+    assert found.is_any_thread_profiled()
+    monkeypatch.setattr(hooks, "GLOBAL_HOOKS", found)
 
     class Other(MaskedAdamW):
         def step(self, closure=None):

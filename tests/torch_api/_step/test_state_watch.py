@@ -34,8 +34,8 @@ def trained(opt, params, steps):
 def count_state_checks(monkeypatch):
     """Return a list that grows with each step that checks state tensors."""
     count = []
-    looks = state_watch.Keeper._as_left
-    monkeypatch.setattr(state_watch.Keeper, "_as_left", lambda self: (count.append(1), looks(self))[1])
+    looks = state_watch.StateWatchingOptimizer._state_is_unmodified
+    monkeypatch.setattr(state_watch.StateWatchingOptimizer, "_state_is_unmodified", lambda self: (count.append(1), looks(self))[1])
     return count
 
 
@@ -152,10 +152,10 @@ def test_shared_state_of_frozen_parameters_is_not_taken_for_held(monkeypatch):
     trained(opt, params, 10)
     fields = opt.state[params[1]]
     trained(opt, params, 20)
-    assert opt._asks.open
+    assert opt._state_access.may_be_referenced
     del fields
     trained(opt, params, 70)
-    assert not opt._asks.open
+    assert not opt._state_access.may_be_referenced
 
 
 def test_state_in_a_dict_subclass_is_checked(monkeypatch):
@@ -228,14 +228,14 @@ def test_state_in_a_new_dict_stays_whole():
     trained(opt, params, 2)
     assert [float(opt.state[p]["step"]) for p in params] == [3.0] * 4 + [2.0]
     trained(opt, params, 70)
-    assert not opt._asks.open
+    assert not opt._state_access.may_be_referenced
 
 
 def test_values_that_are_no_tensors_hold_nothing():
     opt, params = made()
     opt.state[params[0]]["mine"] = 3
     trained(opt, params, 8)
-    assert not opt._asks.open
+    assert not opt._state_access.may_be_referenced
     assert opt.state[params[0]]["mine"] == 3
 
 
@@ -287,4 +287,4 @@ def test_a_train_step_follows_it_with_any_batch(rows):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     for _ in range(3):
         train_step(x)
-    assert not opts[0]._asks.open
+    assert not opts[0]._state_access.may_be_referenced

@@ -141,7 +141,7 @@ def test_accumulation_averages_over_the_calls(dtype):
         train_step(*batch)
         assert all(map(torch.equal, before, model.parameters())) is (i % 3 != 2)
         assert train_step.pending == (i + 1) % 3
-        now = [memory.address for memory in train_step._sums.values()]
+        now = [memory.address for memory in train_step._grad_accumulators.values()]
         assert addresses in (None, now)
         addresses = now
         (mse(twin, *batch) / 3).backward()
@@ -185,7 +185,7 @@ def test_half_gradients_are_accumulated_in_float32():
     train_step = JaxTrainStep(model, mse, adamw(model), accumulate=2)
     for batch in batches(2, dtype=torch.bfloat16):
         train_step(*batch)
-    assert {str(memory.array.dtype) for memory in train_step._sums.values()} == {"float32"}
+    assert {str(memory.array.dtype) for memory in train_step._grad_accumulators.values()} == {"float32"}
 
 
 # ---------------------------------------------------------------------- hooks, failures, lifetimes

@@ -128,7 +128,7 @@ OURS = {
 
 def eager_with(optimizer, model, data):
     """Run the eager loop with our optimizer, whose step gets the loss if the transformation needs it."""
-    takes = any(rule.takes_extra for rule in optimizer._rules.values())
+    takes = any(rule.takes_extra_args for rule in optimizer._optimizer_specs.values())
     for batch in data:
         optimizer.zero_grad()
         loss = cross_entropy(model, *batch)

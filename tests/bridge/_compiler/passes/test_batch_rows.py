@@ -42,7 +42,7 @@ def test_twenty_steps_match_optax(name):
 @pytest.mark.parametrize("name", ["clip, adafactor", "two leaves", "rows", "sums"])
 def test_leaves_with_different_equations_are_updated_separately(name, monkeypatch):
     """The bucket classes come from another trace; if they are wrong, only speed may suffer."""
-    monkeypatch.setattr(separability, "kinds", lambda problem, extra: (0,) * len(problem.specs))
+    monkeypatch.setattr(separability, "bucket_classes", lambda problem, extra: (0,) * len(problem.specs))
     params = random_params(shapes=SHAPES[4:])
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
     bucketed(moved(TRANSFORMATIONS[name](), params, grads), 8)
@@ -50,7 +50,7 @@ def test_leaves_with_different_equations_are_updated_separately(name, monkeypatc
 
 
 def test_callback_gets_the_leaves_of_buckets(monkeypatch):
-    monkeypatch.setattr(separability, "kinds", lambda problem, extra: (0,) * len(problem.specs))
+    monkeypatch.setattr(separability, "bucket_classes", lambda problem, extra: (0,) * len(problem.specs))
     seen = []
 
     def update(updates, state, params=None):
@@ -192,7 +192,7 @@ def test_number_of_loops_does_not_depend_on_the_number_of_small_leaves(monkeypat
 
     few, many = counted(6), counted(24)
     assert many <= few + 4, (few, many)
-    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
+    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
     assert counted(24) > counted(6) + 100  # the comparison can fail
 
 
@@ -286,15 +286,15 @@ def test_traces_and_analyses_are_freed():
     """The trace of many leaves and the results of its analysis are large and must be freed."""
     params = random_params(shapes=SHAPES)
     optimizer = torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)))
-    assert (len(separability._alive), len(optimizer.arrangement.looked_at), separability._last) == (1, 1, [])
+    assert (len(separability._live_traces), len(optimizer._hyperparam_table.held_trace), separability._last_trace) == (1, 1, [])
     set_grads(params, random_grads(params))
     optimizer.step()
-    assert not separability._alive
+    assert not separability._live_traces
     optimizer = torch_api.OptaxOptimizer(random_params(shapes=SHAPES[1:]), clipped(optax.adamw(0.05)))
-    assert len(separability._alive) == 1
+    assert len(separability._live_traces) == 1
     del optimizer
     gc.collect()
-    assert not separability._alive
+    assert not separability._live_traces
     with pytest.raises(ZeroDivisionError):
         torch_api.OptaxOptimizer(params, optax.GradientTransformation(lambda params: optax.EmptyState(), lambda *given: 1 / 0))
-    assert (len(separability._alive), separability._last) == (0, [])
+    assert (len(separability._live_traces), separability._last_trace) == (0, [])

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from jax.extend.core import jaxpr_as_fun
 from jaxprs import printed
 
-from bridge._compiler.passes.bf16_rounding import by_bits
+from bridge._compiler.passes.bf16_rounding import round_bf16_by_bits
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +27,7 @@ def test_last_rounding_becomes_bit_operations():
   in (d,) }""",
     )
     assert_expected_inline(
-        printed(by_bits(closed)),
+        printed(round_bf16_by_bits(closed)),
         """\
 { lambda ; a:bf16[4]. let
     b:f32[4] = convert_element_type[new_dtype=float32] a
@@ -41,10 +41,10 @@ def test_last_rounding_becomes_bit_operations():
   in (i,) }""",
     )
     x = jnp.array([1.0, -0.0, 3.140625, jnp.inf], jnp.bfloat16)
-    (found,), (expected,) = (jax.jit(jaxpr_as_fun(each))(x) for each in (by_bits(closed), closed))
+    (found,), (expected,) = (jax.jit(jaxpr_as_fun(each))(x) for each in (round_bf16_by_bits(closed), closed))
     np.testing.assert_array_equal(np.asarray(found).view(np.uint16), np.asarray(expected).view(np.uint16))
 
 
 def test_rounding_with_another_reader_is_kept():
     closed = jax.make_jaxpr(lambda p: ((half := (p.astype(jnp.float32) * 3).astype(jnp.bfloat16)), half + half))(HALF)
-    assert by_bits(closed) is closed
+    assert round_bf16_by_bits(closed) is closed

@@ -7,7 +7,7 @@ import pytest
 from expecttest import assert_expected_inline
 from jaxprs import printed
 
-from bridge._compiler.passes.flatten import Flat
+from bridge._compiler.passes.flatten import FlatProgram
 
 pytestmark = pytest.mark.quick
 
@@ -27,8 +27,8 @@ def test_elementwise_operations_and_full_sums_use_flat_arrays():
     d:f32[2,3] = add b c
   in (d,) }""",
     )
-    flat = Flat.of(update, {"w": MATRIX})
-    assert flat.structure == jax.tree.structure({"w": 0})
+    flat = FlatProgram.trace(update, {"w": MATRIX})
+    assert flat.out_tree == jax.tree.structure({"w": 0})
     assert_expected_inline(
         printed(flat.closed),
         """\
@@ -45,7 +45,7 @@ def test_elementwise_operations_and_full_sums_use_flat_arrays():
 
 
 def test_operation_that_needs_the_shape_keeps_it():
-    flat = Flat.of(lambda x: jnp.cumsum(x, 1) * 2, MATRIX)
+    flat = FlatProgram.trace(lambda x: jnp.cumsum(x, 1) * 2, MATRIX)
     assert_expected_inline(
         printed(flat.closed),
         """\
@@ -59,4 +59,4 @@ def test_operation_that_needs_the_shape_keeps_it():
 
 
 def test_update_with_a_callback_is_not_rewritten():
-    assert Flat.of(lambda x: (jax.debug.print("{}", x), x)[1], MATRIX) is None
+    assert FlatProgram.trace(lambda x: (jax.debug.print("{}", x), x)[1], MATRIX) is None

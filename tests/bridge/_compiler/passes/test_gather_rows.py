@@ -61,7 +61,7 @@ adamw = MAKE["AdamW"]
 pytestmark = [
     pytest.mark.long,
     pytest.mark.unoptimized,
-    pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop"),
+    pytest.mark.skipif(not probes.fuses_multiple_outputs(), reason="this XLA writes only one result per loop"),
 ]
 
 
@@ -75,7 +75,7 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 
 
 def addressed_leaves(optimizer):
-    return [leaf for program in programs(optimizer) for leaf in program.plan.leaves if leaf.at_once]
+    return [leaf for program in programs(optimizer) for leaf in program.plan.leaves if leaf.addresses_grads]
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -87,10 +87,10 @@ def test_addressed_rows_move_like_separate_leaves_and_store_nothing(make):
     start = [p.detach().clone() for p in ours]
     run([(optimizer, ours), (other, theirs)], 20)
     assert_near(ours, theirs, start, 1e-5)
-    assert sum(leaf.count for leaf in addressed_leaves(optimizer)) == AT_ONCE
-    assert not any(program.stores for program in programs(optimizer))
+    assert sum(leaf.rows for leaf in addressed_leaves(optimizer)) == AT_ONCE
+    assert not any(program.materializes_rows for program in programs(optimizer))
     for program in programs(optimizer):
-        if program.scattered:
+        if program.reads_grads_by_address:
             assert program.update.memory_analysis().temp_size_in_bytes < 1 << 16
             text = program.update.as_text()
             for leaf in program.plan.leaves:
@@ -111,13 +111,13 @@ def test_addressed_bucket_moves_the_bytes_of_one_update():
     assert addresses == [x.data_ptr() for x in (*ours, *states(optimizer, ours))]
     assert len(programs(optimizer)) == 1
     assert optimizer.bytes_accessed() / sum(p.numel() for p in ours) == pytest.approx(28, rel=0.01)
-    assert not any(each.rows or each.flat.copies for each in optimizer._launches.latest)
+    assert not any(each.bucket_grads or each.as_arguments.copies for each in optimizer._launch_cache.last_used)
 
 
 def test_bucket_is_dissolved_if_xla_stores_a_shared_gather(monkeypatch):
     """With one gather for several readers, XLA stores the gathered gradients."""
-    monkeypatch.setattr(gather_rows, "READS", 2)
-    monkeypatch.setattr("torch_api._step.bound_executable.READS", 2)
+    monkeypatch.setattr(gather_rows, "MAX_GATHERS", 2)
+    monkeypatch.setattr("torch_api._step.bound_executable.MAX_GATHERS", 2)
     ours = parameters(shapes=[(130, 256)] * 9)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = adamw(ours)
@@ -125,8 +125,8 @@ def test_bucket_is_dissolved_if_xla_stores_a_shared_gather(monkeypatch):
     assert_near(ours, theirs, start, 1e-5)
     assert not addressed_leaves(optimizer)
     assert set(bucket_rows(optimizer)) == {None}
-    tried = [program for plan, program in cache._programs.items() if any(leaf.at_once for leaf in plan.leaves)]
-    assert any(program.stores for program in tried if program.plan.leaves[0].spec.shape == (130 * 256,))
+    tried = [program for plan, program in cache._programs.items() if any(leaf.addresses_grads for leaf in plan.leaves)]
+    assert any(program.materializes_rows for program in tried if program.plan.leaves[0].spec.shape == (130 * 256,))
 
 
 def test_addressed_rows_match_torch_and_the_paper():
@@ -196,7 +196,7 @@ def test_row_without_gradient_keeps_its_bits_and_compiles_nothing(shape):
     ],
 )
 def test_is_sparse_weighs_inactive_bytes_against_separate_arguments(rows, active, elements, sparse):
-    assert buckets.is_sparse(rows, active, 28 * elements) is sparse
+    assert buckets.is_underused(rows, active, 28 * elements) is sparse
 
 
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
@@ -204,8 +204,8 @@ def test_moved_bytes_of_a_row_equal_those_of_its_program(name):
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01, amsgrad=name == "amsgrad")
     run([(optimizer, ours)], 1)
-    leaf = optimizer._active[0]
-    assert 8 * optimizer._launches.states.moved_bytes(leaf) == pytest.approx(optimizer.bytes_accessed(), rel=0.01)
+    leaf = optimizer._trainable[0]
+    assert 8 * optimizer._launch_cache.states.moved_bytes(leaf) == pytest.approx(optimizer.bytes_accessed(), rel=0.01)
 
 
 def test_only_buckets_with_few_gradients_are_dissolved():
@@ -214,21 +214,21 @@ def test_only_buckets_with_few_gradients_are_dissolved():
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
     assert None not in bucket_rows(optimizer)
     run([(optimizer, ours), (other, theirs)], 3, lambda params: grads_except(params, {*range(6), *range(16, 22)}))
-    apart = [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None]
+    apart = [tuple(leaf.param.shape) for leaf in optimizer._trainable if leaf.bucket_row is None]
     assert apart == [(160, 256)] * 8, "a bucket with many gradients or small rows was dissolved"
     run([(optimizer, ours), (other, theirs)], 3)
-    assert [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None] == apart, "the bucket was made again"
+    assert [tuple(leaf.param.shape) for leaf in optimizer._trainable if leaf.bucket_row is None] == apart, "the bucket was made again"
     assert_near(ours, theirs, start, 1e-5)
 
 
 def test_size_of_a_bucket_is_bounded(monkeypatch):
-    monkeypatch.setattr(buckets, "LARGEST", 3 * 160 * 256 * 4)
+    monkeypatch.setattr(buckets, "MAX_ADDRESSED_BUCKET_BYTES", 3 * 160 * 256 * 4)
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = adamw(ours)
     theirs, start = clones(ours), clones(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 3)
     assert_near(ours, theirs, start, 1e-5)
-    assert sorted(leaf.count for leaf in addressed_leaves(optimizer)) == [2, 3, 3]
+    assert sorted(leaf.rows for leaf in addressed_leaves(optimizer)) == [2, 3, 3]
     assert len(programs(optimizer)) == 1
 
 
@@ -243,7 +243,7 @@ def test_gradients_that_are_not_dense_are_read(odd):
             q.grad = p.grad.clone().contiguous() + 0
         optimizer.step()
         other.step()
-        assert all(each.flat.copies == [] for each in optimizer._launches.latest)
+        assert all(each.as_arguments.copies == [] for each in optimizer._launch_cache.last_used)
     assert addressed_leaves(optimizer)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -251,7 +251,7 @@ def test_gradients_that_are_not_dense_are_read(odd):
 
 @pytest.mark.parametrize("shift", [1, 128 * 128])
 def test_comparison_detects_gradients_of_wrong_rows(monkeypatch, shift):
-    monkeypatch.setattr(address_space.Places, "__call__", read_wrong_rows(shift))
+    monkeypatch.setattr(address_space.RowAddresses, "__call__", read_wrong_rows(shift))
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     space = [torch.randn(128 * 128 + 16)[: 128 * 128].view(128, 128) for _ in ours]
@@ -277,7 +277,7 @@ def test_other_buckets_gather_their_gradients(name):
     start = [p.detach().clone() for p in ours]
     run([(optimizer, ours), (other, theirs)], 8)
     assert_near(ours, theirs, start, 1e-2 if name.startswith("half") else 1e-6)
-    assert not any(program.scattered for program in programs(optimizer))
+    assert not any(program.reads_grads_by_address for program in programs(optimizer))
     assert sorted(bucket_rows(optimizer)) == list(range(9))
 
 
@@ -296,8 +296,8 @@ def test_scaled_loss_gathers_and_unscaled_steps_read_by_address():
             each.step()
             if scaled:
                 del each.grad_scale, each.found_inf
-        known = next(parts for key, parts in optimizer._launches.known.items() if key[2] is scaled)
-        assert {launch.program.scattered for part in known for launch in part} == {not scaled}
+        known = next(parts for key, parts in optimizer._launch_cache.bound_by_grad_set.items() if key[2] is scaled)
+        assert {launch.executable.reads_grads_by_address for part in known for launch in part} == {not scaled}
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert addresses == [p.data_ptr() for p in ours]
@@ -311,7 +311,7 @@ def test_max_grad_norm_set_later_clips():
     run([(optimizer, ours), (other, theirs)], 2)
     optimizer.max_grad_norm = other.max_grad_norm = 0.5
     run([(optimizer, ours), (other, theirs)], 2)
-    assert not any(program.scattered for program in programs(optimizer))
+    assert not any(program.reads_grads_by_address for program in programs(optimizer))
     optimizer.max_grad_norm = other.max_grad_norm = None
     run([(optimizer, ours), (other, theirs)], 2)
     assert_near(ours, theirs, start, 1e-5)
@@ -354,7 +354,7 @@ def test_train_steps_and_eager_steps_alternate(width):
             optimizer.zero_grad()
             loss(model, x).backward()
             optimizer.step()
-            assert programs(optimizer)[0].scattered is (turn < 2 or width == 128)
+            assert programs(optimizer)[0].reads_grads_by_address is (turn < 2 or width == 128)
         other.zero_grad()
         loss(twin, x).backward()
         other.step()
@@ -382,8 +382,8 @@ def test_gradients_may_be_overwritten_after_the_step():
 def test_norm_reads_gradients_by_address(broken, monkeypatch):
     """The broken variant reads only one gradient of each bucket."""
     if broken:
-        far = bound_executable.Launch.far.fget
-        monkeypatch.setattr(bound_executable.Launch, "far", property(lambda self: far(self)[:1]))
+        far = bound_executable.BoundExecutable.streamed_grads.fget
+        monkeypatch.setattr(bound_executable.BoundExecutable, "streamed_grads", property(lambda self: far(self)[:1]))
     shapes = [(160, 256)] * 32 + [(99, 101)]
     ours = parameters(shapes=shapes)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
@@ -397,7 +397,7 @@ def test_norm_reads_gradients_by_address(broken, monkeypatch):
         torch.nn.utils.clip_grad_norm_(theirs, 0.5)
         optimizer.step()
         other.step()
-        assert sum(leaf.count for leaf in addressed_leaves(optimizer)) == 32
+        assert sum(leaf.rows for leaf in addressed_leaves(optimizer)) == 32
     assert (max(movement_error(p, q, s) for p, q, s in zip(ours, theirs, start, strict=True)) <= 1e-5) is not broken
 
 
@@ -438,13 +438,13 @@ def test_buckets_of_several_sizes_share_a_trace(name):
 
 @pytest.mark.parametrize("shape", [(32, 20, 8, 8), (16, 16, 8, 8)], ids=["read where they lie", "gathered"])
 def test_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypatch):
-    monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1 << 20)
+    monkeypatch.setattr(bucket_state, "MAX_GATHERED_BUCKET_BYTES", 1 << 20)
     ours = parameters(shapes=[shape] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
     for _ in range(3):
         run_pair(optimizer, ours, other, theirs, steps=2)
-        assert programs(optimizer)[0].scattered is (shape[1] == 20)
+        assert programs(optimizer)[0].reads_grads_by_address is (shape[1] == 20)
         for p in (*ours, *theirs):
             p.data = p.data.to(memory_format=torch.channels_last if p.is_contiguous() else torch.contiguous_format)
     assert_near(ours, theirs, start, 1e-5)
@@ -460,7 +460,7 @@ def test_gradients_in_another_memory_order_are_copied_for_one_step():
         grads = [torch.randn(p.shape).to(memory_format=order) for p in ours]
         run([(optimizer, ours), (other, theirs)], 2, lambda _, grads=grads: [g.clone() for g in grads])
         assert addressed_leaves(optimizer)
-        assert all(launch.flat.copies == [] for launch in optimizer._launches.latest)
+        assert all(launch.as_arguments.copies == [] for launch in optimizer._launch_cache.last_used)
         # Nobody holds the last tensor. Within an `assert`, pytest would hold its storage.
         *counts, alone = [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in [*(p.grad for p in ours), torch.zeros(3)]]
         assert max(counts) == alone
@@ -472,14 +472,14 @@ def test_traceback_with_locals_can_be_shown(monkeypatch):
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = adamw(ours)
     run([(optimizer, ours)], 1)
-    broken = optimizer._launches.latest[-1].program
+    broken = optimizer._launch_cache.last_used[-1].executable
     monkeypatch.setitem(vars(broken), "alone", lambda *_: 1 / 0)
     set_grads(ours, random_grads(ours))
     with pytest.raises(ZeroDivisionError) as caught:
         optimizer.step()
     shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
     assert "<all memory as float32>" in shown
-    everything = address_space.everything(np.dtype("float32"))
+    everything = address_space.process_memory(np.dtype("float32"))
     assert copy.deepcopy(everything) is everything
 
 
@@ -530,9 +530,9 @@ optimizer = torch_api.MaskedAdamW(params, lr=0.1)
 for p in params:
     p.grad = torch.ones_like(p)
 optimizer.step()
-scattered = {launch.program.scattered for launch in optimizer._launches.latest}
-assert scattered == {probes.several_results()}, scattered
-print(probes.several_results(), float(params[5][0, 0]) < -0.09)
+addressed = {launch.executable.reads_grads_by_address for launch in optimizer._launch_cache.last_used}
+assert addressed == {probes.fuses_multiple_outputs()}, addressed
+print(probes.fuses_multiple_outputs(), float(params[5][0, 0]) < -0.09)
 """
     environment = {**os.environ, "MASKBRIDGE_XLA_FLAGS": flags, "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -553,9 +553,9 @@ def test_each_reader_of_gradients_gets_its_own_gather():
     )
 
     def all_rows(params, memory, order):
-        return gather_rows.over_rows(closed, 1, [True, True])(params, address_space.Scattered(memory, order, 3, 4))
+        return gather_rows.map_rows(closed, 1, [True, True])(params, address_space.AddressedRows(memory, order, 3, 4))
 
-    shapes = [((3, 4), np.float32), ((100,), np.float32), ((3 + gather_rows.READS,), np.int32)]
+    shapes = [((3, 4), np.float32), ((100,), np.float32), ((3 + gather_rows.MAX_GATHERS,), np.int32)]
     assert_expected_inline(
         printed(jax.make_jaxpr(all_rows)(*(jax.ShapeDtypeStruct(*each) for each in shapes))),
         """\

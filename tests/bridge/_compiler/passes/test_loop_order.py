@@ -28,7 +28,7 @@ ROWS = (129, 131)  # an odd, large number of elements
 SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last one has an even number
 HALF = torch.bfloat16
 
-stays = pytest.mark.skipif(not probes.stay(), reason="XLA removes barriers, or writes one result per loop")
+stays = pytest.mark.skipif(not probes.barriers_survive(), reason="XLA removes barriers, or writes one result per loop")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def parameters(shapes=SHAPES, dtype=torch.float32):
 
 
 def text_of(optimizer):
-    return "\n".join(launch.program.update.as_text() for launch in optimizer._launches.latest)
+    return "\n".join(launch.executable.update.as_text() for launch in optimizer._launch_cache.last_used)
 
 
 def loops_over(text, size):
@@ -57,7 +57,7 @@ def loops_over(text, size):
 def without_ordering(monkeypatch):
     """Compile without ordered loops from now on."""
     monkeypatch.setattr(cache, "_programs", {})
-    monkeypatch.setattr(probes, "stay", lambda: False)
+    monkeypatch.setattr(probes, "barriers_survive", lambda: False)
 
 
 # ---------------------------------------------------------------------- numbers, also with odd lengths
@@ -189,8 +189,8 @@ def test_float64_state_matches_the_paper():
 
 def compiled(function, count, *arrays):
     """Compile one_type_each(function, count) and donate the first `count` arrays."""
-    ordered = jax.jit(loop_order.one_type_each(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
-    return fusion.compiled(ordered.lower(*arrays), True, compile_options.of_barriers(Properties()))
+    ordered = jax.jit(loop_order.order_loops_by_dtype(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
+    return fusion.compile_lowered(ordered.lower(*arrays), True, compile_options.keep_barriers(Properties()))
 
 
 @FUSES
@@ -229,12 +229,12 @@ def test_smaller_of_two_mutually_read_arrays_is_copied():
 
 def test_loops_are_not_ordered_if_barriers_are_removed(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=nothing")  # the option of a program would replace this flag of the user
-    probes.stay.cache_clear()
+    probes.barriers_survive.cache_clear()
     try:
-        assert not probes.stay()
+        assert not probes.barriers_survive()
     finally:
         monkeypatch.undo()
-        probes.stay.cache_clear()
+        probes.barriers_survive.cache_clear()
 
 
 @stays
@@ -244,9 +244,9 @@ def test_bytes_held_by_barriers_are_counted():
         return jnp.sin(x), y
 
     given = jnp.ones((8, 128), jnp.bfloat16), jnp.ones(100, bool)
-    program = jax.jit(function).lower(*given).compile(compiler_options=compile_options.of_barriers(Properties()))
-    assert probes.held(program) == 8 * 128 * 2 + 100
-    assert probes.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
+    program = jax.jit(function).lower(*given).compile(compiler_options=compile_options.keep_barriers(Properties()))
+    assert probes.barrier_bytes(program) == 8 * 128 * 2 + 100
+    assert probes.barrier_bytes(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
 
 
 @FUSES
@@ -257,8 +257,8 @@ def test_bytes_held_by_barriers_match_the_compilers_count(count):
 
     def moved(keep):
         function = lambda xs: [jnp.sin(x) for x in keep([jnp.cos(x) * 2 for x in xs])]  # noqa: E731
-        program = jax.jit(function).lower(given).compile(compiler_options=compile_options.of_barriers(Properties()))
-        return fusion.bytes_accessed(program) - probes.held(program)
+        program = jax.jit(function).lower(given).compile(compiler_options=compile_options.keep_barriers(Properties()))
+        return fusion.bytes_accessed(program) - probes.barrier_bytes(program)
 
     stored = moved(list) + 2 * count * (4 << 12)  # each stored array is written and read
     assert moved(jax.lax.optimization_barrier) == pytest.approx(stored, rel=1e-3)
@@ -270,7 +270,7 @@ def test_bytes_held_by_barriers_match_the_compilers_count(count):
 def rounded(x, computed=False):
     """Round float32 x, or x times 1, to bfloat16 by bit operations, as jax compiles them."""
     one = np.float32(1)
-    closed = bf16_rounding.by_bits(jax.make_jaxpr(lambda x, one: (x * one if computed else x).astype(jnp.bfloat16))(x, one))
+    closed = bf16_rounding.round_bf16_by_bits(jax.make_jaxpr(lambda x, one: (x * one if computed else x).astype(jnp.bfloat16))(x, one))
     assert not any(eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.bfloat16 for eqn in closed.jaxpr.eqns)
     return np.asarray(jax.jit(jax.extend.core.jaxpr_as_fun(closed))(x, one)[0])
 
@@ -300,14 +300,14 @@ def test_rounding_by_bits_rounds_to_nearest(computed):
 
 def test_jaxpr_without_bfloat16_results_is_unchanged():
     closed = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * 2)(jnp.ones(3))
-    assert bf16_rounding.by_bits(closed) is closed
+    assert bf16_rounding.round_bf16_by_bits(closed) is closed
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_rounding_of_a_result_with_other_readers_is_unchanged():
     """XLA may drop the rounding of such a result."""
     closed = jax.make_jaxpr(lambda x: (y := x.astype(jnp.bfloat16), y.astype(jnp.float32) * 2))(jnp.ones(3))
-    assert bf16_rounding.by_bits(closed) is closed
+    assert bf16_rounding.round_bf16_by_bits(closed) is closed
 
 
 @FUSES
@@ -351,7 +351,7 @@ def test_bfloat16_updates_equal_those_with_xlas_rounding(masked, options, last, 
         assert (" bitcast-convert(" in text_of(optimizer)) == (last and mine is params)
         monkeypatch.setattr(cache, "_programs", {})
         monkeypatch.setattr("bridge._compiler.passes.per_kind._families", {})
-        monkeypatch.setattr("bridge._compiler.passes.per_kind.by_bits", lambda closed: closed)
+        monkeypatch.setattr("bridge._compiler.passes.per_kind.round_bf16_by_bits", lambda closed: closed)
     assert same(params, others)
 
 
@@ -395,7 +395,7 @@ def test_loops_of_two_dtypes_are_separated_by_a_barrier():
   in (f, j) }""",
     )
     assert_expected_inline(
-        printed(jax.make_jaxpr(loop_order.one_type_each(update, 2))(single, half, single)),
+        printed(jax.make_jaxpr(loop_order.order_loops_by_dtype(update, 2))(single, half, single)),
         """\
 { lambda ; a:f32[4] b:bf16[4] c:f32[4]. let
     d:f32[4] = convert_element_type[new_dtype=float32] b

@@ -70,7 +70,7 @@ def inputs(count, shape=(4, 25)):
 
 
 def alone(function, arrays, scalars, common):
-    return per_kind.for_each([kernel_class.Alike(function, arrays, scalars)], common)[0]
+    return per_kind.for_each([kernel_class.KernelClass(function, arrays, scalars)], common)[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -111,11 +111,11 @@ def test_other_shapes_and_rows_share_scalar_arithmetic():
     flat = jax.tree.map(lambda x: x.reshape(-1), arrays)
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
     kinds = [
-        kernel_class.Alike(adamlike, arrays[:2], scalars[:2]),
-        kernel_class.Alike(branching, arrays[2:4], scalars[2:4]),
-        kernel_class.Alike(adamlike, flat[4:5], scalars[4:5]),
-        kernel_class.Alike(adamlike, [stack(flat[5:8])], [stack(scalars[5:8])], rows=3),
-        kernel_class.Alike(passes_inputs_through, arrays[8:], scalars[8:]),
+        kernel_class.KernelClass(adamlike, arrays[:2], scalars[:2]),
+        kernel_class.KernelClass(branching, arrays[2:4], scalars[2:4]),
+        kernel_class.KernelClass(adamlike, flat[4:5], scalars[4:5]),
+        kernel_class.KernelClass(adamlike, [stack(flat[5:8])], [stack(scalars[5:8])], rows=3),
+        kernel_class.KernelClass(passes_inputs_through, arrays[8:], scalars[8:]),
     ]
     both = lambda common: per_kind.for_each(kinds, common)  # noqa: E731
     found = jax.jit(both)(common)
@@ -150,8 +150,8 @@ def test_size_class_is_traced_once(function, traces):
     arrays, scalars, common = zip(*(inputs(count, (size,)) for count, size in zip((1, 2, 3, 5), sizes, strict=True)), strict=True)
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
     with x64():
-        kinds = [kernel_class.Alike(counted, a, s, None, counted) for a, s in zip(arrays[:3], scalars, strict=False)]
-        kinds.append(kernel_class.Alike(counted, [stack(arrays[3])], [stack(scalars[3])], 5, counted))
+        kinds = [kernel_class.KernelClass(counted, a, s, None, counted) for a, s in zip(arrays[:3], scalars, strict=False)]
+        kinds.append(kernel_class.KernelClass(counted, [stack(arrays[3])], [stack(scalars[3])], 5, counted))
         found = jax.jit(lambda common: per_kind.for_each(kinds, common))(common[0])
         assert len(calls) == traces
         found[3] = [jax.tree.map(lambda x, i=i: x[i], found[3][0]) for i in range(5)]

@@ -55,7 +55,7 @@ def test_cholesky_reads_one_triangle_and_has_a_gradient_in_both(upper):
 
 
 def test_comparison_detects_eigenvectors_of_the_other_triangle(monkeypatch):
-    monkeypatch.setattr(linalg, "_of_triangle", lambda x, upper: linalg.adjoint(x))
+    monkeypatch.setattr(linalg, "_hermitian_from_triangle", lambda x, upper: linalg.adjoint(x))
     with pytest.raises(AssertionError):
         compare(whole_eigh, sample(2, 4, 4))
 

@@ -74,8 +74,8 @@ def test_vmap_over_medians():
 
 
 def test_comparison_detects_a_wrong_index(monkeypatch):
-    right = order._nth
-    monkeypatch.setattr(order, "_nth", lambda x, n, dim: right(x, jnp.maximum(n - 1, 0), dim))
+    right = order._nth_smallest_index
+    monkeypatch.setattr(order, "_nth_smallest_index", lambda x, n, dim: right(x, jnp.maximum(n - 1, 0), dim))
     with pytest.raises(AssertionError):
         test_order_statistics_of_a_tensor_match_torch()
 

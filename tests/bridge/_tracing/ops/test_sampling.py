@@ -25,7 +25,7 @@ def test_grid_sample_matches_torch_outside_and_at_the_edges(mode, padding_mode):
 
 
 def test_comparison_detects_a_missing_reflection(monkeypatch):
-    monkeypatch.setattr(sampling, "_reflected", lambda at, size, align_corners: at)
+    monkeypatch.setattr(sampling, "_reflect", lambda at, size, align_corners: at)
     with pytest.raises(AssertionError):
         test_grid_sample_matches_torch_outside_and_at_the_edges("bilinear", "reflection")
 

@@ -101,6 +101,6 @@ def test_in_place_draws_have_the_right_distribution(name):
 
 
 def test_comparison_detects_a_missing_include_self(monkeypatch):
-    monkeypatch.setattr(scatter, "_left_out", lambda x, where, include_self, value: x)
+    monkeypatch.setattr(scatter, "_exclude_self", lambda x, where, include_self, value: x)
     with pytest.raises(AssertionError):
         test_scatter_reductions_at_zeros_and_ties_match_torch("prod", False)

@@ -122,7 +122,7 @@ def test_comparison_detects_a_variance_rule_without_the_mean(monkeypatch):
         var = jnp.mean(jnp.square(x - jax.lax.stop_gradient(mean)), axes, keepdims=True)
         return (x - mean) * jax.lax.rsqrt(var + eps) * scale
 
-    monkeypatch.setattr(layers, "_standardised", without)  # right up to the first derivative
+    monkeypatch.setattr(layers, "_standardize", without)  # right up to the first derivative
     with pytest.raises(AssertionError):
         test_second_derivatives_match_torch("layer norm")
 
@@ -197,34 +197,37 @@ class OnGPU:
 
 @pytest.fixture
 def _clear_probe_cache():
-    compile_options._known.cache_clear()
+    compile_options._is_supported.cache_clear()
     yield
-    compile_options._known.cache_clear()
+    compile_options._is_supported.cache_clear()
 
 
 @pytest.mark.usefixtures("_clear_probe_cache")
 def test_train_option_is_left_out_if_unknown_or_harmful(monkeypatch):
-    assert compile_options.of_training(OnGPU, Properties(has_large_product=True)) == {}
-    barriers = {compile_options._PASSES_OPTION: compile_options._BARRIERS_END}
+    assert compile_options.train_options(OnGPU, Properties(has_large_product=True)) == {}
+    barriers = {compile_options._PASSES_OPTION: compile_options._BARRIER_REMOVAL}
     monkeypatch.setattr(compile_options, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == barriers  # as with a jaxlib that lacks the option
+    assert compile_options.train_options(OnCPU, Properties(has_large_product=True)) == barriers  # as with a jaxlib that lacks the option
     monkeypatch.undo()
-    compile_options._known.cache_clear()
-    assert compile_options.of_training(OnCPU, Properties(has_grouped_convolution=True, has_large_product=True)) == barriers
-    known = compile_options.of_training(OnCPU, Properties(has_large_product=True))
+    compile_options._is_supported.cache_clear()
+    assert compile_options.train_options(OnCPU, Properties(has_grouped_convolution=True, has_large_product=True)) == barriers
+    known = compile_options.train_options(OnCPU, Properties(has_large_product=True))
     assert known in (barriers, {**barriers, compile_options.LIBRARY_OPTION: compile_options._NO_CONVOLUTIONS})
-    assert compile_options.of_training(OnCPU, Properties()) in (
+    assert compile_options.train_options(OnCPU, Properties()) in (
         barriers,
-        {**barriers, compile_options.LIBRARY_OPTION: compile_options._SUMS_ALONE},
+        {**barriers, compile_options.LIBRARY_OPTION: compile_options._REDUCTIONS_ONLY},
     )
-    assert compile_options.of_training(OnCPU, Properties(has_grouped_convolution=True)) == barriers
-    in_loops = compile_options.of_training(OnCPU, Properties(has_barrier_in_loop=True, has_large_product=True))
-    assert in_loops == {**known, compile_options._PASSES_OPTION: f"{compile_options._BARRIERS_END},{compile_options._LOOPS_AS_ONE}"}
-    assert compile_options._PASSES_OPTION not in compile_options.of_training(OnCPU, Properties(has_barrier_in_reduction=True))
+    assert compile_options.train_options(OnCPU, Properties(has_grouped_convolution=True)) == barriers
+    in_loops = compile_options.train_options(OnCPU, Properties(has_barrier_in_loop=True, has_large_product=True))
+    assert in_loops == {
+        **known,
+        compile_options._PASSES_OPTION: f"{compile_options._BARRIER_REMOVAL},{compile_options._SMALL_LOOP_OUTLINING}",
+    }
+    assert compile_options._PASSES_OPTION not in compile_options.train_options(OnCPU, Properties(has_barrier_in_reduction=True))
     monkeypatch.setenv("XLA_FLAGS", f"--{compile_options.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
-    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == barriers
+    assert compile_options.train_options(OnCPU, Properties(has_large_product=True)) == barriers
     monkeypatch.setenv("XLA_FLAGS", f"--{compile_options.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{compile_options._PASSES_OPTION}=dce")
-    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == {}
+    assert compile_options.train_options(OnCPU, Properties(has_large_product=True)) == {}
 
 
 def test_gelu_and_cross_entropy_have_the_derivatives_of_plain_expressions():
@@ -232,7 +235,7 @@ def test_gelu_and_cross_entropy_have_the_derivatives_of_plain_expressions():
         x, index = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4), jnp.asarray([3, 0, 9])
         pairs = [
             (lambda x: layers._gelu(True, x), lambda x: 0.5 * x * (1 + jax.lax.erf(x / np.sqrt(2.0)))),
-            (lambda x: torch_losses._picked(1, x**2, index)[:2], lambda x: jnp.stack([x[0, 3], x[1, 0]]) ** 2),
+            (lambda x: torch_losses._take_one_per_row(1, x**2, index)[:2], lambda x: jnp.stack([x[0, 3], x[1, 0]]) ** 2),
         ]
         for ours, plain in pairs:
             losses = [lambda x, f=f: jnp.sum(jnp.sin(f(x))) for f in (ours, plain)]

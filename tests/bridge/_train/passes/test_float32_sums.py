@@ -24,7 +24,7 @@ SHAPES = [((), (10, 30, 16)), ((), (4096,)), ((), (64, 512)), ((1, 30, 1), (128,
 def with_sums(f, *arguments):
     """Return the results of f with its sums in float32, and its jaxpr."""
     closed = jax.make_jaxpr(f)(*arguments)
-    jaxpr = float32_sums.summed_in_float32(closed.jaxpr)
+    jaxpr = float32_sums.sum_in_float32(closed.jaxpr)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arguments), jaxpr
 
 
@@ -58,7 +58,7 @@ def test_sum_in_the_half_type_itself_is_wrong():
 def test_sums_of_wide_types_are_unchanged():
     f = lambda x, n: (x.sum(), n.sum(), lax.reduce_max(x, (0,)), x.astype(jnp.bfloat16).sum())  # noqa: E731
     closed = jax.make_jaxpr(f)(jnp.ones(8), jnp.arange(8))
-    assert float32_sums.summed_in_float32(closed.jaxpr) is closed.jaxpr
+    assert float32_sums.sum_in_float32(closed.jaxpr) is closed.jaxpr
 
 
 class Gated(nn.Module):
@@ -98,7 +98,7 @@ def test_train_step_moves_broadcast_parameters_as_in_torch(dtype, monkeypatch):
     for a, b in zip(own, theirs, strict=True):
         assert torch.allclose(a, b, rtol=0.02)
     if dtype is torch.bfloat16:  # float16 has three more bits
-        monkeypatch.setattr(train_program, "summed_in_float32", lambda jaxpr: jaxpr)
+        monkeypatch.setattr(train_program, "sum_in_float32", lambda jaxpr: jaxpr)
         broken = movement(ours, Gated().to(dtype), x)
         assert not all(torch.allclose(a, b, rtol=0.02) for a, b in zip(broken, theirs, strict=True))
 
@@ -113,7 +113,7 @@ def test_sum_is_taken_in_float32_and_rounded_once():
   in (b,) }""",
     )
     assert_expected_inline(
-        printed(float32_sums.summed_in_float32(closed.jaxpr)),
+        printed(float32_sums.sum_in_float32(closed.jaxpr)),
         """\
 { lambda ; a:bf16[4,2]. let
     b:bf16[2] = jit[

@@ -25,7 +25,7 @@ IMAGES, KERNEL = np.linspace(-1, 1, 2 * 8 * 8 * 16, dtype=np.float32).reshape(2,
 
 def rewritten(function, *arguments):
     closed = jax.make_jaxpr(function)(*arguments)
-    return closed, ClosedJaxpr(materialize_operands.stored_for_products(closed.jaxpr), closed.consts)
+    return closed, ClosedJaxpr(materialize_operands.materialize_operands(closed.jaxpr), closed.consts)
 
 
 def barriers(closed):
@@ -81,7 +81,7 @@ def test_operand_with_another_reader_is_materialized_without_changing_values(fun
 )
 def test_operand_in_memory_or_with_one_reader_is_unchanged(function, arguments):
     closed = jax.make_jaxpr(function)(*arguments)
-    assert materialize_operands.stored_for_products(closed.jaxpr) is closed.jaxpr
+    assert materialize_operands.materialize_operands(closed.jaxpr) is closed.jaxpr
 
 
 def test_operand_of_a_convolution_is_materialized_channels_last():
@@ -119,8 +119,8 @@ def test_shared_function_is_visited_once(monkeypatch):
     cheap, product = jax.jit(lambda x: jnp.tanh(x)), jax.jit(lambda x: x @ np.eye(32, dtype=np.float32))
     for _ in range(20):
         cheap, product = jax.jit(lambda x, f=cheap: f(f(x))), jax.jit(lambda x, f=product: f(f(x)))
-    count, own = [], materialize_operands._own
-    monkeypatch.setattr(materialize_operands, "_own", lambda known, jaxpr: count.append(1) or own(known, jaxpr))
+    count, own = [], materialize_operands._rewrite
+    monkeypatch.setattr(materialize_operands, "_rewrite", lambda known, jaxpr: count.append(1) or own(known, jaxpr))
     _, after = rewritten(lambda x: (lambda y: (product(y), y.sum(0)))(cheap(x)), X)
     assert len(count) <= 44
     assert barriers(after) == 1
@@ -171,7 +171,7 @@ def joins():
 
 def test_gradient_of_parts_is_concatenated_once_for_bias_and_weight(monkeypatch):
     assert joins() == 1
-    monkeypatch.setattr(materialize_operands, "_MADE_AGAIN", classify.ELEMENTWISE)
+    monkeypatch.setattr(materialize_operands, "_RECOMPUTED", classify.ELEMENTWISE)
     assert joins() == 2
 
 
@@ -186,7 +186,7 @@ def most_arguments(depth, kind):
 def test_train_step_does_not_recompute_layers(kind, monkeypatch):
     shallow, deep = (most_arguments(depth, kind) for depth in (3, 7))
     assert deep == shallow
-    monkeypatch.setattr(train_program, "stored_for_products", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(train_program, "materialize_operands", lambda jaxpr: jaxpr)
     shallow, deep = (most_arguments(depth, kind) for depth in (3, 7))
     assert deep > shallow + 3
 
@@ -214,7 +214,7 @@ def test_operand_with_another_reader_gets_a_barrier():
   in (d, e) }""",
     )
     assert_expected_inline(
-        printed(materialize_operands.stored_for_products(closed.jaxpr)),
+        printed(materialize_operands.materialize_operands(closed.jaxpr)),
         """\
 { lambda ; a:f32[32,64] b:f32[64,2]. let
     c:f32[32,64] = sin a

@@ -40,7 +40,7 @@ ACROSS = [
 def rewritten(f, *arguments):
     """Return the result of the rewritten program of f, and its jaxpr."""
     closed = jax.make_jaxpr(f)(*arguments)
-    jaxpr = matmul_layout.arranged(closed.jaxpr)
+    jaxpr = matmul_layout.arrange_matmuls(closed.jaxpr)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arguments), jaxpr
 
 
@@ -58,7 +58,7 @@ def test_product_over_leading_dims_transposes_its_smaller_side(case):
         (ours,), jaxpr = rewritten(product, a, b)
         np.testing.assert_allclose(ours, product(a, b), rtol=1e-12, atol=1e-12)
     (dot,) = equations(jaxpr, "dot_general")
-    assert not matmul_layout._across(dot)
+    assert not matmul_layout._contracts_leading_dims(dot)
     turned = equations(jaxpr, "transpose")[0].invars[0].aval.size
     result = np.prod([a.shape[i] for i in batch[0]], dtype=int) * ours.size
     assert turned == min(a.size, b.size) or turned + result >= max(a.size, b.size)
@@ -105,7 +105,7 @@ def test_bfloat16_product_reads_untransposed_operands(case):
     a, w = (jnp.asarray(random.integers(-8, 8, size=shape), jnp.bfloat16) for shape in shapes)
     (ours,), jaxpr = rewritten(f, a, w)
     np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(f(a, w), np.float32))  # exact sums of integers, rounded once
-    call = next(eqn for eqn in jaxpr.eqns if any(equations(body, "dot_general") for _, body in products_jaxpr.bodies(eqn)))
+    call = next(eqn for eqn in jaxpr.eqns if any(equations(body, "dot_general") for _, body in products_jaxpr.jaxpr_params(eqn)))
     assert [v in jaxpr.invars for v in call.invars] == list(as_given)
 
 
@@ -113,14 +113,14 @@ def test_bfloat16_product_reads_untransposed_operands(case):
 def test_products_of_other_dtypes_are_unchanged(dtypes):
     dtype, sums = dtypes
     closed = jax.make_jaxpr(lambda a, b: jnp.matmul(a, b, preferred_element_type=sums))(jnp.ones((4, 6), dtype), jnp.ones((6, 5), dtype))
-    assert matmul_layout.arranged(closed.jaxpr) is closed.jaxpr
+    assert matmul_layout.arrange_matmuls(closed.jaxpr) is closed.jaxpr
 
 
 def test_product_without_leading_contracted_dims_is_unchanged():
     a, b = jnp.ones((4, 6)), jnp.ones((6, 5))
     for f in (lambda a, b: a @ b, lambda a, b: jnp.concatenate([a, b.T[:4]]), lambda a, b: a.T[:5] @ jnp.ones(4), lambda a, b: b.T):
         closed = jax.make_jaxpr(f)(a, b)
-        assert matmul_layout.arranged(closed.jaxpr) is closed.jaxpr
+        assert matmul_layout.arrange_matmuls(closed.jaxpr) is closed.jaxpr
 
 
 def test_precision_stays_with_its_operand():
@@ -142,7 +142,7 @@ def test_transposed_concatenation_concatenates_transposed_parts():
 def test_concatenation_with_another_reader_is_unchanged():
     a = jnp.ones((2, 3))
     closed = jax.make_jaxpr(lambda a: (lambda c: (c.T, c + 1))(lax.concatenate([a, a], 0)))(a)
-    assert matmul_layout.arranged(closed.jaxpr) is closed.jaxpr
+    assert matmul_layout.arrange_matmuls(closed.jaxpr) is closed.jaxpr
 
 
 def test_products_in_nested_jaxprs_are_rewritten():
@@ -155,7 +155,7 @@ def test_products_in_nested_jaxprs_are_rewritten():
     ours, jaxpr = rewritten(lambda a, b: lax.scan(lambda c, x: (c + lax.dot_general(x, b, (((0,), (0,)), ((), ()))), None),
                                 jnp.zeros((9, 3)), jnp.stack([a, 2 * a]))[0], a, b)  # fmt: skip
     np.testing.assert_allclose(ours[0], 3 * a.T @ b)
-    assert [matmul_layout._across(eqn) for eqn in equations(jaxpr, "dot_general")] == [False]
+    assert [matmul_layout._contracts_leading_dims(eqn) for eqn in equations(jaxpr, "dot_general")] == [False]
     np.testing.assert_allclose(rewritten(f, a, b)[0][0], f(a, b))
 
 
@@ -183,7 +183,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("broken", [False, True])
 def test_bfloat16_train_step_has_no_bfloat16_products(broken, monkeypatch):
     if broken:
-        monkeypatch.setattr(train_program, "arranged", lambda jaxpr: jaxpr)
+        monkeypatch.setattr(train_program, "arrange_matmuls", lambda jaxpr: jaxpr)
     model = Net().to(torch.bfloat16)
     train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3))
     train_step(torch.randn(64, 256).bfloat16())
@@ -206,11 +206,11 @@ def copies_of_donated():
 
 def test_donated_leaves_are_not_copied(monkeypatch):
     assert copies_of_donated() == 0
-    monkeypatch.setattr(train_program, "together", lambda x: x)
+    monkeypatch.setattr(train_program, "barrier", lambda x: x)
     assert copies_of_donated() > 0
 
 
-@pytest.mark.skipif(not multi_output_fusion.requested(), reason="multi-output fusion is off")
+@pytest.mark.skipif(not multi_output_fusion.is_fusion_enabled(), reason="multi-output fusion is off")
 def test_number_of_evaluations_depends_on_the_program_options(monkeypatch):
     asked = []
     passes_of = leaf_update.passes_of
@@ -234,7 +234,7 @@ def test_smaller_operand_of_a_leading_dims_product_is_transposed():
   in (c,) }""",
     )
     assert_expected_inline(
-        printed(matmul_layout.arranged(closed.jaxpr)),
+        printed(matmul_layout.arrange_matmuls(closed.jaxpr)),
         """\
 { lambda ; a:f32[8,4] b:f32[8,2]. let
     c:f32[4,2] = jit[
@@ -266,7 +266,7 @@ def test_parts_of_a_transposed_concatenation_are_transposed():
   in (d,) }""",
     )
     assert_expected_inline(
-        printed(matmul_layout.arranged(closed.jaxpr)),
+        printed(matmul_layout.arrange_matmuls(closed.jaxpr)),
         """\
 { lambda ; a:f32[2,3] b:f32[2,1]. let
     _:f32[2,4] = concatenate[dimension=1] a b
