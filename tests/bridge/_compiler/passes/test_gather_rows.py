@@ -473,7 +473,7 @@ def test_traceback_with_locals_can_be_shown(monkeypatch):
     optimizer = adamw(ours)
     run([(optimizer, ours)], 1)
     broken = optimizer._launch_cache.last_used[-1].executable
-    monkeypatch.setitem(vars(broken), "alone", lambda *_: 1 / 0)
+    monkeypatch.setitem(vars(broken), "inline_executable", lambda *_: 1 / 0)
     set_grads(ours, random_grads(ours))
     with pytest.raises(ZeroDivisionError) as caught:
         optimizer.step()
