@@ -62,6 +62,7 @@ from ._step.guards import Guards
 from ._step.launch_cache import LaunchCache
 from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
 from ._step.state_watch import StateAccess
+from ._step.transaction import StepTransaction
 from .optimizer_base import SelectorOptimizer, devices_of
 from .options import Options, ValidatedAttribute
 
@@ -425,7 +426,8 @@ class OptaxOptimizer(SelectorOptimizer):
             extra_args = default_args | extra_args
         done = False
         while not done:
-            with Transaction(self._devices) as transaction:
+            with Transaction(self._devices) as locks:
+                transaction = StepTransaction(self, f"{type(self).__name__}.step", locks)
                 if hyper_params is None or self._temporary_hyper_params is None:
                     done = self._update(transaction, extra_args, grads_checked, search)
                 else:
@@ -433,26 +435,19 @@ class OptaxOptimizer(SelectorOptimizer):
                         done = self._update(transaction, extra_args, grads_checked, search)
         return loss
 
-    def _update(self, transaction: Transaction, extra_args: dict[str, PyTree], grads_checked: bool, search: Closure | None) -> bool:
+    def _update(self, transaction: StepTransaction, extra_args: dict[str, PyTree], grads_checked: bool, search: Closure | None) -> bool:
         """Run the step within a transaction. Return False if it must start over, because the parameters are on other devices now.
 
         `grads_checked`: GradScaler has checked all gradients for infinities.
         """
-        attributes, devices = vars(self), self._devices
-        if self._swap.swapped_by:  # another thread may have opened the context
-            self._swap.raise_swapped_error(f"{type(self).__name__}.step")
-        arguments = self._make_extra_args(extra_args) if extra_args else None
-        if self._recompile_signature() != self._prepared_signature:
-            self._rebuild_layout()
-        access_count = self._state_access.access_count
-        if self._state_access.may_be_referenced and not self._state_is_unmodified():
-            self._rebuild_layout()  # user code edited the state: continue from the edited values
+        attributes = vars(self)
+        arguments = transaction.begin(functools.partial(self._make_extra_args, extra_args) if extra_args else None)
         with_grad, grads = self._guards.check() or self._slow_path()
-        if self._devices != devices or not with_grad:
+        if self._devices != transaction.locks.devices or not with_grad:
             if not with_grad:
                 self._warn_of_frozen()
-            return self._devices == devices
-        extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves([self._trainable[i] for i in with_grad])
+            return self._devices == transaction.locks.devices
+        extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
         hyperparams = self._hyperparams()
         scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None  # GradScaler sets and deletes them
         if scaled:
@@ -464,10 +459,8 @@ class OptaxOptimizer(SelectorOptimizer):
             on_device = self._prepare_launches(with_grad, extra, scaled, hyperparams, finite_check_done, transaction)
             if not on_device:
                 return False
-        snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
-            snapshots += launch.snapshot() if launch.executable.has_callback else ()
-        completed: list[BoundExecutable] = []
+            transaction.snapshots += launch.snapshot() if launch.executable.has_callback else ()
         try:
             for launches in on_device:
                 scales = (
@@ -475,20 +468,18 @@ class OptaxOptimizer(SelectorOptimizer):
                     if scaled
                     else ()
                 )
-                moved, skipped = execute.run(launches, grads, hyperparams, extra_arrays, scales, completed)
+                inputs = execute.StepInputs(grads, hyperparams, extra_arrays, scales)
+                moved, skipped = execute.run(launches, inputs, transaction.completed)
                 if scaled:
                     self._loss_scale.record_skipped(launches[0].device, skipped[0])
                 if moved:
                     self._launch_cache.rebind(launches)
         except BaseException as error:
-            self._launch_cache.rebind(completed)
-            if self._launch_cache.recover_after_failure(error, snapshots, completed):
-                self._rebuild_layout()
+            transaction.rollback(error)
             raise
-        if self._state_access.may_be_referenced:
-            self._stop_watching_if_unreferenced(access_count)
+        transaction.commit()
         if search is not None and search.error is not None:
-            restore_values(snapshots)
+            restore_values(transaction.snapshots)
             raise search.error
         return True
 
@@ -515,7 +506,7 @@ class OptaxOptimizer(SelectorOptimizer):
         scaled: bool,
         hyperparams: np.ndarray,
         finite_check_done: bool,
-        transaction: Transaction,
+        transaction: StepTransaction,
     ) -> list[list[BoundExecutable]]:
         """Call `LaunchCache.prepare`. The next step rebuilds the layout after an error or an interrupt in it.
 
@@ -524,14 +515,9 @@ class OptaxOptimizer(SelectorOptimizer):
         """
         if self._move_out_of_buckets(self._launch_cache.leaves_of_sparse_buckets(with_grad)):
             return []
-        launches, signature, self._prepared_signature = self._launch_cache, self._prepared_signature, None
-        with self._hyperparam_table.explain_missing_leaves([self._trainable[i] for i in with_grad]):
-            bound = launches.prepare(with_grad, extra, scaled, hyperparams, finite_check_done, transaction)
-        if launches.is_outdated or self._swap.swapped_by:  # a signal handler has changed the optimizer during the compilation
-            return []
-        self._guards.invalidate(launches.has_new_state)
-        self._prepared_signature = signature
-        return bound
+        with transaction.preparing(with_grad) as launches:
+            bound = launches.prepare(with_grad, extra, scaled, hyperparams, finite_check_done, transaction.locks)
+        return [] if transaction.is_outdated(launches) else bound
 
     def _slow_path(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Do the work of `Guards.check` parameter by parameter: check each gradient before any is used, and follow all changes.

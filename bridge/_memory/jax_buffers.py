@@ -13,7 +13,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import jax
@@ -104,9 +103,6 @@ class JaxBuffer:
         return window.as_tensor()
 
 
-_get_array = attrgetter("array")
-
-
 def register(array: jax.Array, row_lengths: Sequence[int] | None = None) -> JaxBuffer:
     """Return the buffer of an array that nobody else holds. `find_buffer` finds it by the address of each row from now on."""
     memory = JaxBuffer(array, row_lengths)
@@ -114,7 +110,7 @@ def register(array: jax.Array, row_lengths: Sequence[int] | None = None) -> JaxB
     return memory
 
 
-_pinned: weakref.WeakSet[JaxBuffer] = weakref.WeakSet()  # buffers with a `pin`
+pinned_buffers: weakref.WeakSet[JaxBuffer] = weakref.WeakSet()  # buffers with a `pin`
 # By id: aliases of arrays that no `JaxBuffer` has any more.
 _left_aliases: weakref.WeakValueDictionary[int, ArrayInterface] = weakref.WeakValueDictionary()
 _live_arrays = cast(Callable[[str | None], list[jax.Array]], jax.live_arrays)
@@ -132,7 +128,7 @@ def _pinning_live_arrays(platform: str | None = None) -> list[jax.Array]:
         array = memory.array
         with suppress(RuntimeError, ValueError, BufferError):
             memory.pin = (array, _reference_maker(array.dtype)(array)) if _is_on_cpu(array) else None
-            _pinned.add(memory)
+            pinned_buffers.add(memory)
     for window in _live_values(_left_aliases):
         owner = window.owner
         if isinstance(owner, jax.Array) and _is_on_cpu(owner):
@@ -173,20 +169,18 @@ def _reference_maker(dtype: np.dtype) -> Callable[[jax.Array], object]:
     return np.asarray
 
 
-def arrays_to_donate(memories: Sequence[JaxBuffer]) -> list[jax.Array]:
-    """Return the arrays of buffers, to be donated to a call whose results replace them. Their pins are released.
+def release_pins(memories: Sequence[JaxBuffer]) -> None:
+    """Make the arrays of buffers ready to be donated to a call whose results replace them.
 
-    For an array that somebody has deleted since the last step, it is a copy of the bytes. The result then is at another address, and
+    An array that somebody has deleted since the last step is replaced by a copy of the bytes. The result then is at another address, and
     tensors that still alias the old one keep the old bytes.
     """
-    if _pinned:
-        for memory in _pinned.intersection(memories):
-            if memory.array.is_deleted() and memory.pinned_bytes is not None:
-                detach_aliases(memory, memory.pinned_bytes)
-                memory.array = _copy_pinned(memory)
-            memory.pin = None
-            _pinned.discard(memory)
-    return list(map(_get_array, memories))
+    for memory in pinned_buffers.intersection(memories):
+        if memory.array.is_deleted() and memory.pinned_bytes is not None:
+            detach_aliases(memory, memory.pinned_bytes)
+            memory.array = _copy_pinned(memory)
+        memory.pin = None
+        pinned_buffers.discard(memory)
 
 
 def readable_array(memory: JaxBuffer) -> jax.Array:

@@ -13,33 +13,48 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from operator import attrgetter, methodcaller
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 import torch
 
-from bridge import _process
 from bridge._compat.torch import foreach_copy_
 from bridge._compat.types import Device
 from bridge._interop.dlpack import torch_stream_token
 from bridge._memory.call_arguments import Argument
-from bridge._memory.jax_buffers import arrays_to_donate, detach_undonated
-from bridge._process import enable_x64, has_default_settings, overridden_settings, raise_if_forked, read_settings
+from bridge._process import enable_x64, has_default_settings, overridden_settings, read_settings
 from bridge._xla import streams
 
 from . import openmp
-from .in_flight import InFlight, PendingResults, _is_deleted, _jax_buffer
+from .in_flight import InFlight, PendingResults
 from .launch import Launch
 
-__all__ = ["StepResult", "run"]
+__all__ = ["StepInputs", "StepResult", "run"]
 
-_elements, _has_callback, _read, _copied_result_bytes = (
+_jax_buffer, _elements, _has_callback, _read, _copied_result_bytes = (
+    attrgetter("jax_buffer"),
     attrgetter("executable.elements"),
     attrgetter("executable.has_callback"),
     methodcaller("read"),
     attrgetter("copied_result_bytes"),
 )
+
+
+class StepInputs(NamedTuple):
+    """The values of one step, beside the buffers that its executables are bound to.
+
+    grads: the gradients of all leaves that have one.
+    hyperparams: float64 vector: `ONES` times 1.0, the norm bound, then the hyperparameter rows.
+    extra_args: the arrays among the user's extra arguments, in the order of the plans' `extra`.
+    loss_scale: with a loss scale the scale and the count of infinities found, float32, and the count of skipped updates, int32, all of
+      shape (1,); else empty.
+    """
+
+    grads: Sequence[torch.Tensor]
+    hyperparams: np.ndarray
+    extra_args: Sequence[Argument]
+    loss_scale: Sequence[jax.typing.ArrayLike] = ()
 
 
 class StepResult(NamedTuple):
@@ -57,92 +72,112 @@ _NO_STATS = np.zeros(2)
 _L = TypeVar("_L", bound=Launch)
 
 
-def run(
-    launches: Sequence[_L],
-    grads: Sequence[torch.Tensor],
-    hyperparams: np.ndarray,
-    extra: Sequence[Argument],
-    scaling: Sequence[jax.typing.ArrayLike],
-    completed: list[_L],
-) -> StepResult:
+def run(launches: Sequence[_L], inputs: StepInputs, completed: list[_L]) -> StepResult:
     """Call every executable of a step in order, wait for all results, and put them into the tensors. Call it within a transaction.
 
     Args:
       launches: the executables, each with the buffers that it is called on.
-      grads: the gradients of all leaves that have one.
-      hyperparams: float64 vector: `ONES` times 1.0, the norm bound, then the hyperparameter rows.
-      extra: the arrays among the user's extra arguments, in the order of the plans' `extra`.
-      scaling: with a loss scale the scale and the count of infinities found, float32, and the count of skipped updates, int32, all of
-        shape (1,); else empty.
+      inputs: the values of the step.
       completed: receives each launch whose results are in the tensors, also if an error is raised.
     """
-    if _process._forked:
-        raise_if_forked()
-    in_flight, skip_counts, worker_streams = InFlight(launches, completed), [], []
-    in_flight.copied_result_bytes, in_flight.may_fail = sum(map(_copied_result_bytes, launches)), any(map(_has_callback, launches))
+    device = launches[0].executable.plan.device
+    room, may_fail = sum(map(_copied_result_bytes, launches)), any(map(_has_callback, launches))
+    in_flight = InFlight(launches, completed, device.platform == "cpu", room, may_fail)
     # A norm over all gradients must be known before the first update; else an executable runs while the next call is prepared.
     batches = (launches,) if launches[0].executable.plan.stats_precomputed else zip(launches)
-    trailing_operands, stream_events = (list(extra), list(scaling)), []
-    device, streaming_stats, elements = launches[0].executable.plan.device, launches[0].streaming_stats, sum(map(_elements, launches))
-    in_flight.on_cpu = on_cpu = device.platform == "cpu"
     with in_flight, enable_x64(True) if has_default_settings(read_settings(jax.config)) else overridden_settings(), torch.no_grad():
-        hyperparams_on_device = hyperparams if on_cpu else _hyperparams_on_device(hyperparams.tobytes(), device)
-        if on_cpu and len(launches) > 1:
-            hyperparams_on_device, (in_flight.saved_stream, *worker_streams) = streams.fork_streams(hyperparams, device)
-        in_flight.streaming_stats, stats = streaming_stats, _NO_STATS if streaming_stats is None else streaming_stats(grads, scaling)
+        step = _Step(launches, inputs, in_flight)
         for batch in batches:
-            for launch in batch:
-                if not launch.is_prepared:
-                    launch.prepare()
-                if launch.mirrored:
-                    foreach_copy_(launch.mirrors, launch.mirrored)
-                for positions, rows in launch.cat_gathers:  # faster than a copy for each row
-                    torch.cat(list(map(grads.__getitem__, positions)), out=rows)
-                if launch.copy_gathers:
-                    foreach_copy_(launch.copy_targets, list(map(grads.__getitem__, launch.copy_gathers)))
-            if not on_cpu:
-                if _collect_scalars(batch) or not stream_events:
-                    stream_events = [torch_stream_token(device)]
-            elif (
-                not (in_flight.pending_results or streaming_stats)
-                and openmp.pause
-                and elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads()
-            ):
-                openmp.pause(openmp.PAUSE_SOFT)
-            gradient_arguments: list[Sequence[Argument]] = []
-            for launch in batch:
-                if launch.executable.reads_grads_by_address:
-                    in_flight.gradient_copies.append(launch.as_arguments.copies)  # pyright: ignore[reportFunctionMemberAccess]
-                gradient_arguments.append(launch.as_arguments([*map(grads.__getitem__, launch.argument_positions), *launch.bucket_grads]))
-                if launch.executable.stats_executable is not None:
-                    stats = launch.executable.stats_executable(
-                        gradient_arguments[-1], launch.masks, launch.active_rows, trailing_operands[1], stats, stream_events
-                    )
-            for launch, gradients in zip(batch, gradient_arguments, strict=True):
-                memories = [*map(_jax_buffer, launch.inplace), *launch.state]
-                split = len(launch.inplace)
-                read: Sequence[Argument] = launch.copied_back_as_arguments(launch.copied_back) if launch.copied_back else []
-                if worker_streams:
-                    streams.set_stream(worker_streams[len(in_flight.pending_results) % len(worker_streams)])
-                scalars = list(map(_read, launch.scalars))
-                old = arrays_to_donate(memories)
-                own = old[:split], old[split:], scalars, read, gradients, launch.masks
-                call = launch.executable.update if len(launches) > 1 else launch.executable.inline_executable
-                new_params, new_state, new_scalars, new_kept, skip_counts, tokens = call(
-                    *own, hyperparams_on_device, launch.row_offsets, launch.active_rows, *trailing_operands, stats, stream_events
+            for launch, gradients in zip(batch, step.prepare(batch), strict=True):
+                step.call(launch, gradients)
+    return StepResult(in_flight.moved, step.skip_counts)
+
+
+class _Step(Generic[_L]):
+    """One step on one device: what its calls have in common, and what one call leaves for the next."""
+
+    __slots__ = (
+        "device",
+        "elements",
+        "grads",
+        "hyperparams",
+        "in_flight",
+        "is_inline",
+        "skip_counts",
+        "stats",
+        "stream_events",
+        "trailing_operands",
+        "worker_streams",
+    )
+
+    def __init__(self, launches: Sequence[_L], inputs: StepInputs, in_flight: InFlight[_L]) -> None:
+        self.device, self.grads, self.in_flight = launches[0].executable.plan.device, inputs.grads, in_flight
+        self.is_inline, self.elements = len(launches) == 1, sum(map(_elements, launches))
+        self.trailing_operands = list(inputs.extra_args), list(inputs.loss_scale)
+        self.skip_counts: list[jax.Array] = []
+        self.stream_events: list[jax.Array] = []
+        self.worker_streams: list[int] = []
+        self.hyperparams: Argument = inputs.hyperparams
+        if not in_flight.on_cpu:
+            self.hyperparams = _hyperparams_on_device(inputs.hyperparams.tobytes(), self.device)
+        elif not self.is_inline:
+            self.hyperparams, (in_flight.saved_stream, *self.worker_streams) = streams.fork_streams(inputs.hyperparams, self.device)
+        in_flight.streaming_stats = launches[0].streaming_stats
+        self.stats: Argument = _NO_STATS if in_flight.streaming_stats is None else in_flight.streaming_stats(self.grads, inputs.loss_scale)
+
+    def prepare(self, batch: Sequence[_L]) -> list[Sequence[Argument]]:
+        """Make everything ready that the calls of a batch read. Return the gradients of each as arguments."""
+        for launch in batch:
+            if not launch.is_prepared:
+                launch.prepare()
+            if launch.mirrored:
+                foreach_copy_(launch.mirrors, launch.mirrored)
+            for positions, rows in launch.cat_gathers:  # faster than a copy for each row
+                torch.cat(list(map(self.grads.__getitem__, positions)), out=rows)
+            if launch.copy_gathers:
+                foreach_copy_(launch.copy_targets, list(map(self.grads.__getitem__, launch.copy_gathers)))
+        if not self.in_flight.on_cpu:
+            if _collect_scalars(batch) or not self.stream_events:
+                self.stream_events = [torch_stream_token(self.device)]
+        elif (
+            not (self.in_flight.pending_results or self.in_flight.streaming_stats)
+            and openmp.pause
+            and self.elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads()
+        ):
+            openmp.pause(openmp.PAUSE_SOFT)
+        arguments: list[Sequence[Argument]] = []
+        for launch in batch:
+            executable = launch.executable
+            if executable.reads_grads_by_address:
+                self.in_flight.gradient_copies.append(launch.as_arguments.copies)  # pyright: ignore[reportFunctionMemberAccess]
+            arguments.append(launch.as_arguments([*map(self.grads.__getitem__, launch.argument_positions), *launch.bucket_grads]))
+            if executable.stats_executable is not None:
+                loss_scale = self.trailing_operands[1]
+                self.stats = executable.stats_executable(
+                    arguments[-1], launch.masks, launch.active_rows, loss_scale, self.stats, self.stream_events
                 )
-                if not all(map(_is_deleted, old)):
-                    detach_undonated(memories, old)
-                copied = launch.copied_back, launch.copied_back_dim_order, new_kept, launch.mirrored, launch.mirrors
-                arrays = [*new_params, *new_state]
-                in_flight.pending_results.append(PendingResults(tokens, memories, arrays, (launch.scalars, new_scalars), copied))
-                for memory, array in zip(memories, arrays, strict=True):
-                    memory.array = array
-                if not on_cpu and len(in_flight.pending_results) > 1 and not in_flight.may_fail:
-                    in_flight.pending_results[-2][0].clear()  # torch's stream waits once, for the last executable
-                torch.autograd.graph.increment_version(launch.params)
-                del own, old  # the donated arrays are freed while the program runs
-    return StepResult(in_flight.moved, skip_counts)
+        return arguments
+
+    def call(self, launch: _L, gradients: Sequence[Argument]) -> None:
+        """Call one executable, and note what to wait for."""
+        in_flight, executable = self.in_flight, launch.executable
+        read: Sequence[Argument] = launch.copied_back_as_arguments(launch.copied_back) if launch.copied_back else []
+        if self.worker_streams:
+            streams.set_stream(self.worker_streams[len(in_flight.pending_results) % len(self.worker_streams)])
+        scalars = list(map(_read, launch.scalars))
+        common = self.hyperparams, launch.row_offsets, launch.active_rows, *self.trailing_operands, self.stats, self.stream_events
+        buffers, arrays, others = in_flight.execute(
+            (list(map(_jax_buffer, launch.inplace)), launch.state),
+            executable.inline_executable if self.is_inline else executable.update,
+            (scalars, read, gradients, launch.masks, *common),
+        )
+        new_scalars, new_values, self.skip_counts, tokens = others
+        copied_back = launch.copied_back, launch.copied_back_dim_order, new_values, launch.mirrored, launch.mirrors
+        pending = in_flight.pending_results
+        pending.append(PendingResults(tokens, buffers, arrays, (launch.scalars, new_scalars), copied_back))
+        if not in_flight.on_cpu and len(pending) > 1 and not in_flight.may_fail:
+            pending[-2].tokens.clear()  # torch's stream waits once, for the last executable
+        torch.autograd.graph.increment_version(launch.params)
 
 
 @functools.lru_cache(64)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from operator import attrgetter, methodcaller
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,9 +16,8 @@ import numpy as np
 import torch
 
 from bridge import _process
-from bridge._compat.types import Device
 from bridge._interop.dlpack import order_torch_after
-from bridge._memory.jax_buffers import JaxBuffer, write_back
+from bridge._memory.jax_buffers import JaxBuffer, detach_undonated, pinned_buffers, release_pins, write_back
 from bridge._memory.scalar_vectors import ScalarResult, ScalarVector
 from bridge._process import raise_if_forked
 from bridge._xla import streams
@@ -25,8 +25,8 @@ from bridge._xla import streams
 from .launch import Launch
 from .streaming_stats import StreamingStats
 
-_jax_buffer, _address, _pointer, _is_deleted = (
-    attrgetter("jax_buffer"),
+_array, _address, _pointer, _is_deleted = (
+    attrgetter("array"),
     attrgetter("address"),
     methodcaller("unsafe_buffer_pointer"),
     methodcaller("is_deleted"),
@@ -73,15 +73,24 @@ class InFlight(Generic[_L]):
         "streaming_stats",
         "write_back_arguments",
     )
-    on_cpu: bool  # whether the executables run on a CPU
-    may_fail: bool  # whether an executable may fail while it runs
 
-    def __init__(self, launches: Sequence[_L], completed: list[_L]) -> None:
-        self.launches, self.completed = launches, completed
+    def __init__(
+        self, launches: Sequence[_L], completed: list[_L], on_cpu: bool, copied_result_bytes: int = 0, may_fail: bool = False
+    ) -> None:
+        """Args:
+        launches: what is called, in order.
+        completed: receives each launch whose results are in the tensors, also if an error is raised.
+        on_cpu: whether the executables run on a CPU.
+        copied_result_bytes: the bytes that the calls allocate for results which are copied.
+        may_fail: whether an executable may fail while it runs.
+        """
+        if _process._forked:
+            raise_if_forked()
+        self.launches, self.completed, self.on_cpu = launches, completed, on_cpu
+        self.copied_result_bytes, self.may_fail = copied_result_bytes, may_fail
         self.pending_results: list[PendingResults] = []
         self.write_back_arguments: tuple[list[Any], ...] = [], [], [], [], []  # the arguments of `write_back`
         self.gradient_copies: list[list[torch.Tensor]] = []  # copies of gradients that are read by address
-        self.copied_result_bytes = 0  # bytes that the calls allocate for results which are copied
         self.moved = False
         self.streaming_stats: StreamingStats | None = None  # reads gradients, which must stay alive until it has finished
         self.saved_stream: int | None = None  # the thread's execution stream, to restore
@@ -95,6 +104,38 @@ class InFlight(Generic[_L]):
                 raise
         return self
 
+    def execute(
+        self, parts: Sequence[Sequence[JaxBuffer]], call: Callable[..., Sequence[Any]], arguments: Sequence[object]
+    ) -> tuple[list[JaxBuffer], list[jax.Array], Sequence[Any]]:
+        """Donate the arrays of buffers to a program, and put the arrays that it returns for them into the buffers.
+
+        The caller adds the `PendingResults` of the call.
+
+        Args:
+          parts: the buffers, by argument of the program. These arguments come first.
+          call: the program. Its first results are lists of arrays like `parts`.
+          arguments: the other arguments.
+
+        Returns:
+          The buffers and their new arrays, each in one list, and the other results.
+        """
+        buffers = [*chain.from_iterable(parts)]
+        if pinned_buffers:
+            release_pins(buffers)
+        donated = list(map(_array, buffers))
+        left = iter(donated)
+        by_part: list[list[jax.Array]] = []
+        for part in parts:
+            by_part.append(list(islice(left, len(part))))
+        results = call(*by_part, *arguments)
+        del by_part, left  # the donated arrays are freed while the program runs
+        if not all(map(_is_deleted, donated)):
+            detach_undonated(buffers, donated)
+        arrays = [*chain.from_iterable(results[: len(parts)])]
+        for buffer, array in zip(buffers, arrays, strict=True):
+            buffer.array = array
+        return buffers, arrays, results[len(parts) :]
+
     def __exit__(self, *_: object) -> None:
         pending, current = zip(self.launches, self.pending_results, strict=False), None
         try:
@@ -102,7 +143,8 @@ class InFlight(Generic[_L]):
             for current in pending:
                 launch, (tokens, memories, arrays, scalars, copied) = current
                 try:  # the addresses are known before the program ends, so compare them while it runs
-                    self.moved |= has_moved(memories, arrays)
+                    if list(map(_pointer, arrays)) != list(map(_address, memories)):
+                        self.moved |= has_moved(memories, arrays)
                 finally:
                     if self.on_cpu:  # as `wait_for` does, without its check of the device
                         for token in tokens:
@@ -159,21 +201,10 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
             array.delete()
 
 
-def make_in_flight(device: Device, launch: _L, copied_result_bytes: int, may_fail: bool, completed: list[_L]) -> InFlight[_L]:
-    """Make the context of one executable that is not only an update, with the values that `run` would compute from its launch."""
-    if _process._forked:
-        raise_if_forked()
-    in_flight = InFlight([launch], completed)
-    in_flight.on_cpu, in_flight.copied_result_bytes, in_flight.may_fail = device.platform == "cpu", copied_result_bytes, may_fail
-    return in_flight
-
-
 def has_moved(memories: Sequence[JaxBuffer], arrays: Sequence[jax.Array]) -> bool:
     """Return whether a result has another address than the buffer that was donated for it.
 
     XLA copies a donated buffer that somebody else references, such as a NumPy view of an array from `jax.live_arrays()`. Tensors over
     the buffer must then be rebound.
     """
-    if list(map(_pointer, arrays)) == list(map(_address, memories)):
-        return False
     return any(memory.address != _pointer(array) and array.size for memory, array in zip(memories, arrays, strict=True))

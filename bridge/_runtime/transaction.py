@@ -40,10 +40,10 @@ class Transaction:
       devices: the devices whose memory changes, in an order that is the same for all transactions.
     """
 
-    __slots__ = ("_deferred_signals", "_devices", "_handlers", "_held_locks", "_interruptible")
+    __slots__ = ("_deferred_signals", "_handlers", "_held_locks", "_interruptible", "devices")
 
     def __init__(self, devices: Sequence[Hashable]) -> None:
-        self._devices = devices
+        self.devices = devices
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._deferred_signals: list[tuple[int, FrameType | None]] = []
         self._held_locks: list[threading.RLock] = []
@@ -57,7 +57,7 @@ class Transaction:
                     if callable(handler):
                         self._handlers[number] = handler
                         signal.signal(number, self._defer_or_call)
-            for device in self._devices:
+            for device in self.devices:
                 lock = _locks.get(device) or _locks.setdefault(device, threading.RLock())
                 while not lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
                     self._call_deferred_handlers()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from operator import methodcaller
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -14,16 +12,13 @@ import torch
 from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import torch_stream_token
 from bridge._memory.call_arguments import Argument, as_call_arguments, results_as_tensors
-from bridge._memory.jax_buffers import JaxBuffer, arrays_to_donate, detach_undonated, readable_array
+from bridge._memory.jax_buffers import JaxBuffer, readable_array
 from bridge._memory.scalar_vectors import ScalarResult
 from bridge._process import jax_context
 from bridge._runtime import in_flight, openmp
 from bridge._runtime import launch as step_launch
 
 from .train_program import TrainProgram
-
-_is_deleted = methodcaller("is_deleted")
-
 
 _L = TypeVar("_L", bound=step_launch.Launch)
 
@@ -69,8 +64,9 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
     room = launch.copied_result_bytes + sum(
         t.nbytes + in_flight.MAX_RESULT_PADDING for t in arrays.copied_back if program.plan.device.platform == "cpu"
     )
-    flight, new_kept, new_scalars = in_flight.make_in_flight(program.plan.device, launch, room, program.has_callback, completed), [], []
-    copied_loss = ScalarResult(program.loss_dtype) if program.plan.device.platform == "cpu" else None
+    on_cpu = program.plan.device.platform == "cpu"
+    flight = in_flight.InFlight([launch], completed, on_cpu, room, program.has_callback)
+    copied_loss = ScalarResult(program.loss_dtype) if on_cpu else None
     with flight, jax_context():
         params = [memory for leaf in launch.inplace if (memory := leaf.jax_buffer) is not None]
         kept = launch.copied_back_as_arguments(launch.copied_back) if launch.copied_back else []
@@ -80,43 +76,30 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
             scalar_vector.gather()
         if launch.mirrored and program.updates:
             foreach_copy_(launch.mirrors, launch.mirrored)
-        after = [] if program.plan.device.platform == "cpu" else [torch_stream_token(program.plan.device)]
-        parts = (params, launch.state, arrays.buffers) if program.updates else (arrays.grad_accumulators, arrays.buffers)
-        memories = [memory for part in parts for memory in part]
+        stream_events = [] if on_cpu else [torch_stream_token(program.plan.device)]
+        if on_cpu and openmp.pause and program.elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads():
+            openmp.pause(openmp.PAUSE_SOFT)
         others = list(map(readable_array, arrays.grad_accumulators if program.updates else params))
         first = np.bool_(arrays.is_first)
-        if (
-            program.plan.device.platform == "cpu"
-            and openmp.pause
-            and program.elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads()
-        ):
-            openmp.pause(openmp.PAUSE_SOFT)
-        old = arrays_to_donate(memories)
-        left = iter(old)
-        own = tuple(list(islice(left, len(part))) for part in parts)
         if program.updates:
-            rest = launch.masks, arrays.hyperparams, launch.row_offsets, launch.active_rows, list(arrays.extra_args), first, after
+            parts = params, launch.state, arrays.buffers
             scalars = [scalar_vector.read() for scalar_vector in launch.scalars]
+            rest = launch.masks, arrays.hyperparams, launch.row_offsets, launch.active_rows, list(arrays.extra_args), first, stream_events
             arguments = scalars, kept, copied, read, list(arrays.batch), others, arrays.seed, *rest
-            *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call(own, arguments)
         else:
-            arguments = others, kept, copied, read, list(arrays.batch), arrays.seed, first, after
-            *donated, new_copied, loss, aux, token = program.call(own, arguments)
-        if not all(map(_is_deleted, old)):
-            detach_undonated(memories, old)
-        new_arrays = [array for part in donated for array in part]
-        for memory, array in zip(memories, new_arrays, strict=True):
-            memory.array = array
-        own = old = left = None  # releasing the donated arrays takes time, during which the program runs
-        numbers = launch.scalars if program.updates else (), new_scalars
-        if copied_loss is not None:
-            numbers = [*numbers[0], copied_loss], [*new_scalars, loss]
+            parts = arrays.grad_accumulators, arrays.buffers
+            arguments = others, kept, copied, read, list(arrays.batch), arrays.seed, first, stream_events
+        call = lambda *given: program.call(given[: len(parts)], given[len(parts) :])  # noqa: E731
+        buffers, new_arrays, results = flight.execute(parts, call, arguments)
+        *new_values, new_copied, loss, aux, token = results
+        new_scalars, new_kept = new_values if program.updates else ([], [])
+        vectors = launch.scalars if program.updates else ()
+        scalar_results = (vectors, new_scalars) if copied_loss is None else ([*vectors, copied_loss], [*new_scalars, loss])
         into = [*(launch.copied_back if new_kept else ()), *arrays.copied_back]
         order = [*(launch.copied_back_dim_order if new_kept else ()), *arrays.copied_back_order]
         mirrored, mirrors = (launch.mirrored, launch.mirrors) if program.updates else ([], [])
-        flight.pending_results.append(
-            in_flight.PendingResults([token], memories, new_arrays, numbers, (into, order, [*new_kept, *new_copied], mirrored, mirrors))
-        )
+        copied_back = into, order, [*new_kept, *new_copied], mirrored, mirrors
+        flight.pending_results.append(in_flight.PendingResults([token], buffers, new_arrays, scalar_results, copied_back))
         torch.autograd.graph.increment_version(arrays.written_tensors)
     loss = results_as_tensors([loss], False)[0] if copied_loss is None else copied_loss.tensor
     return TrainResult(loss, aux, flight.moved)

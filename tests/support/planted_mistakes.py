@@ -45,7 +45,7 @@ MISTAKES = [
     ("bridge/_flax_optim/optimizer.py", "(new_params), OptimizerState(state.step + 1,", "(new_params), OptimizerState(state.step + 2,"),
     ("bridge/_compiler/leaf_update.py", "return jnp.where(mask, new[0], old[0]), state", "return jnp.where(mask, old[0], new[0]), state"),
     ("bridge/_compiler/passes/operand_limit.py", "jax.lax.div(np.ones((), divisor.dtype), divisor)", "divisor"),
-    ("bridge/_runtime/execute.py", "                    memory.array = array\n", "                    memory.array = memory.array\n"),
+    ("bridge/_runtime/in_flight.py", "            buffer.array = array\n", "            buffer.array = buffer.array\n"),
     ("bridge/_autograd/residuals.py", 'known |= {id(v): ("input", i)', 'known |= {id(v): ("input", 0)'),
     ("bridge/_train/loss_jaxpr.py", "through_nondifferentiable=True)", "through_nondifferentiable=False)"),
     ("bridge/_train/passes/float32_sums.py", "jnp.sum(x, axes, jnp.float32)", "jnp.sum(x, axes, dtype)"),

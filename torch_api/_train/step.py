@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ from torch_api._step.bound_executable import BoundExecutable, ProgramOperand
 from torch_api._step.extra_args import ExtraArgs, are_64bit
 from torch_api._step.launch_cache import LaunchCache
 from torch_api._step.recompile_reasons import CacheInfo
+from torch_api._step.transaction import StepTransaction
 from torch_api.optimizer import OptaxOptimizer
 
 from .arguments import (
@@ -192,36 +194,28 @@ class JaxTrainStep:
         """Run the call. Return `_RETRY` if other calls came first, so that it is open again whether this one updates."""
         result = _RETRY
         while result is _RETRY and updates is (self._accumulated_calls + 1 >= self.accumulate):
-            with Transaction(self.optimizer._devices) as transaction:
+            with Transaction(self.optimizer._devices) as locks:
+                transaction = StepTransaction(self.optimizer, CLS_NAME, locks)
                 result = self._update(transaction, batch, extra_args, updates)
         return result
 
-    def _update(self, transaction: Transaction, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
+    def _update(self, transaction: StepTransaction, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
         """Run the call within a transaction.
 
         Return `_RETRY` if it must start over, because the optimizer changed while the call was prepared.
         """
-        optimizer, devices = self.optimizer, self.optimizer._devices
-        if optimizer._swap.swapped_by:  # another thread may have opened the context
-            optimizer._swap.raise_swapped_error(CLS_NAME)
-        arguments = self._make_extra_args(extra_args) if updates else None
-        if optimizer._recompile_signature() != optimizer._prepared_signature:
-            optimizer._rebuild_layout()
-        access_count = optimizer._state_access.access_count
-        if optimizer._state_access.may_be_referenced and not optimizer._state_is_unmodified():
-            optimizer._rebuild_layout()  # user code edited the state: continue from the edited values
+        optimizer = self.optimizer
+        arguments = transaction.begin(partial(self._make_extra_args, extra_args) if updates else None)
         if optimizer._launch_cache is not self._launch_cache or not self._module_guard.is_unchanged():
             self._refresh()
-        if optimizer._devices != devices:
+        if optimizer._devices != transaction.locks.devices:
             return _RETRY
         items = Batch(batch, self._device, self._float_dtype)
         forward = self._get_loss_jaxpr(items, transaction)
         if forward is None:
             return _RETRY
         with_grad = self._find_with_grad(forward, updates)
-        extra, extra_arrays = (
-            (NO_EXTRA_ARGS, []) if arguments is None else arguments.for_leaves([optimizer._trainable[i] for i in with_grad])
-        )
+        extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
         hyperparams = optimizer._hyperparams()
         key = items.signature, with_grad, extra, updates
         bound = self._bound_programs.get(key)
@@ -253,30 +247,27 @@ class JaxTrainStep:
         )
         written = [*bound.in_place_tensors, *launch.params] if updates else bound.in_place_tensors
         checks_finite = has_nan_checks()
-        snapshots = (
-            [*launch.snapshot(), *((b, b.detach().clone()) for b in bound.in_place_tensors)]
-            if bound.program.has_callback or checks_finite
-            else []
-        )
+        if bound.program.has_callback or checks_finite:
+            transaction.snapshots += [*launch.snapshot(), *((b, b.detach().clone()) for b in bound.in_place_tensors)]
         if checks_finite:
-            snapshots += [(x, x.detach().clone()) for x in _other_written_tensors(bound, self._device)]
-        completed: list[BoundExecutable] = []
+            transaction.snapshots += [(x, x.detach().clone()) for x in _other_written_tensors(bound, self._device)]
         try:
             result = call.run(
                 bound.program,
                 launch,
                 call.TrainArrays(*about, seed, hyperparams, extra_arrays, not self._accumulated_calls, written),
-                completed,
+                transaction.completed,
             )
             self._rebind(bound, result)
             if checks_finite:
                 self._refuse_not_finite(bound, result, updates)
         except BaseException as error:
-            self._recover_after_failure(error, snapshots, bound, completed if updates and not checks_finite else ())
+            if checks_finite or not updates:
+                transaction.completed.clear()  # their parameters get their old values, or have kept them
+            self._rollback(transaction, error, bound)
             raise
         self._finish(bound, updates)
-        if optimizer._state_access.may_be_referenced:
-            optimizer._stop_watching_if_unreferenced(access_count)
+        transaction.commit()
         return (result.loss, forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
 
     def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult) -> None:
@@ -311,19 +302,12 @@ class JaxTrainStep:
                 self._accumulated_names | set(bound.params_reached),
             )
 
-    def _recover_after_failure(
-        self,
-        error: BaseException,
-        snapshots: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        bound: BoundTrainProgram,
-        completed: Sequence[BoundExecutable],
-    ) -> None:
-        """Give valid memory to all tensors whose memory is gone after a failed call, as the optimizer does after a failed step."""
+    def _rollback(self, transaction: StepTransaction, error: BaseException, bound: BoundTrainProgram) -> None:
+        """Undo a call that has failed, as far as possible. Tensors whose memory is gone get other memory."""
         for memory, buffer in zip(bound.donated_buffers, bound.in_place_tensors, strict=True):
             if memory.is_lost:
                 buffer.data = lost_like(buffer)
-        if self.optimizer._launch_cache.recover_after_failure(error, snapshots, completed):
-            self.optimizer._rebuild_layout()
+        transaction.rollback(error)
         if any(memory.is_lost for memory in bound.grad_accumulators):
             if self._accumulated_calls:
                 error.add_note(f"The gradients of {self._accumulated_calls} calls that waited for an update are lost.")
@@ -386,7 +370,7 @@ class JaxTrainStep:
             )
         return with_grad
 
-    def _get_loss_jaxpr(self, batch: Batch, transaction: Transaction) -> ModuleLossJaxpr | None:
+    def _get_loss_jaxpr(self, batch: Batch, transaction: StepTransaction) -> ModuleLossJaxpr | None:
         """Return the jaxpr of the loss for this kind of batch, traced with the current values of captured tensors.
 
         Returns None if a signal handler has changed the optimizer during the trace.
@@ -400,17 +384,17 @@ class JaxTrainStep:
             key = batch.signature, self._module_guard.signature
             loss_jaxpr = self._loss_jaxprs.get(key)
             if loss_jaxpr is None or loss_jaxpr.function.is_stale():
-                with transaction.interruptible():
+                with transaction.locks.interruptible():
                     loss_jaxpr = trace_loss(self.module, self.loss_fn, self.has_aux, self._module_guard, batch)
                 self._loss_jaxprs[key] = loss_jaxpr
-                if self._is_optimizer_changed():
+                if transaction.is_outdated(self.optimizer._launch_cache):
                     return None
             self._loss_by_signature[batch.signature] = loss_jaxpr
         return loss_jaxpr
 
     def _bind_program(
         self,
-        transaction: Transaction,
+        transaction: StepTransaction,
         forward: ModuleLossJaxpr,
         with_grad: tuple[int, ...],
         extra: ExtraArgsSpec,
@@ -419,9 +403,9 @@ class JaxTrainStep:
         hyperparams: np.ndarray,
     ) -> BoundTrainProgram | None:
         """Compile and bind the program. Return None if a signal handler has changed optimizer or module during the compilation."""
-        launches, active = self.optimizer._launch_cache, self.optimizer._trainable
-        tensor_sources = ModuleTensorSources(self._module_guard, forward.changed_buffers, [active[i] for i in with_grad])
-        names = sorted(self._names[id(active[i].param)] for i in self._candidate_positions) if self.accumulate > 1 else []
+        tensor_sources = ModuleTensorSources(self._module_guard, forward.changed_buffers, transaction.records(with_grad))
+        candidates = transaction.records(self._candidate_positions) if self.accumulate > 1 else []
+        names = sorted(self._names[id(leaf.param)] for leaf in candidates)
         grad_accumulators = [self._grad_accumulator(name) for name in names]
         kinds = tuple((name, str(memory.array.dtype)) for name, memory in zip(names, grad_accumulators, strict=True))
 
@@ -433,20 +417,17 @@ class JaxTrainStep:
             key = forward, plan, trained_names, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
             self._module_guard.refresh()  # adoption has moved buffers, and alignment has moved weights
             if key not in self._programs:
-                with transaction.interruptible():
+                with transaction.locks.interruptible():
                     program = train_program.TrainProgram(task, updates)
                 self._programs[key] = program
                 self._compilations += 1
                 self._warn_of_many_programs()
             return self._programs[key]
 
-        signature, self.optimizer._prepared_signature = self.optimizer._prepared_signature, None  # an error then leads to a rebuild
-        with self.optimizer._hyperparam_table.explain_missing_leaves([active[i] for i in with_grad]):
+        with transaction.preparing(with_grad) as launches:
             launch = launches.prepare_single(with_grad, extra, hyperparams, compile_program)
-        if launch is None or self._is_optimizer_changed() or not self._module_guard.is_unchanged():
+        if launch is None or transaction.is_outdated(launches) or not self._module_guard.is_unchanged():
             return None
-        self.optimizer._guards.invalidate(launches.has_new_state)
-        self.optimizer._prepared_signature = signature
         program: Any = launch.executable
         self._misses += 1
         imported = [x for x in tensor_sources.frozen_inputs if isinstance(x, jax.Array)]
@@ -462,11 +443,6 @@ class JaxTrainStep:
         )
         params_reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.params_reached]
         return BoundTrainProgram(program, launch, *own, params_reached)
-
-    def _is_optimizer_changed(self) -> bool:
-        """Return whether a signal handler has changed the optimizer while a loss was traced or compiled."""
-        assert self._launch_cache is not None
-        return self._launch_cache.is_outdated or bool(self.optimizer._swap.swapped_by)
 
     def _module_names_by_path(self) -> dict[str, str]:
         """Return the module's name of each parameter by the dotted path that the transformation sees."""

@@ -57,7 +57,7 @@ def test_donated_call_writes_into_the_parameters_memory(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
     memory = adoption.adopt(param).jax_buffer
     with jax.enable_x64(True):
-        result = jax.jit(lambda x: x + x, donate_argnums=0)(*jax_buffers.arrays_to_donate([memory])).block_until_ready()
+        result = jax.jit(lambda x: x + x, donate_argnums=0)(memory.array).block_until_ready()
     address = param.data_ptr()
     memory.array = result
     assert not has_moved([memory], [result])
