@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -183,25 +183,42 @@ def stack_grads(plan: UpdatePlan, grads: Sequence[jax.Array]) -> list[jax.Array 
     ]
 
 
-class AbstractArguments(NamedTuple):
-    """Shapes and dtypes of the arguments of `bridge._compiler.update.update_step`, in its order."""
-
-    params: list[jax.ShapeDtypeStruct]
-    state: list[jax.ShapeDtypeStruct]
-    scalar_vectors: list[jax.ShapeDtypeStruct]
-    copied_back: list[jax.ShapeDtypeStruct]
-    grads: list[jax.ShapeDtypeStruct]
-    masks: list[jax.ShapeDtypeStruct]
-    hyperparams: jax.ShapeDtypeStruct
-    row_offsets: jax.ShapeDtypeStruct
-    active_rows: jax.ShapeDtypeStruct
-    extra: list[jax.ShapeDtypeStruct]
-    loss_scaling: list[jax.ShapeDtypeStruct]
-    stats: jax.ShapeDtypeStruct
-    stream_event: list[jax.ShapeDtypeStruct]
+_X = TypeVar("_X")
 
 
-def abstract_args(plan: UpdatePlan, for_counting: bool = False) -> AbstractArguments:
+class UpdateArguments(NamedTuple, Generic[_X]):
+    """The arguments of the program of a plan, in its order: arrays, tracers, or shapes and dtypes.
+
+    params, state: the donated buffers: parameters that are updated in place, and state arrays. Those of shared state come last.
+    scalar_vectors: the scalars of state, one vector for each dtype.
+    copied_back: the parameters that are copied back.
+    grads: the gradients, as `LeafPlan` says.
+    masks: the element mask of each leaf that has one.
+    hyperparams: float64 vector: `ONES` times 1.0, the norm bound, then the hyperparameter rows.
+    row_offsets: int32, for each parameter: where its hyperparameter row begins.
+    active_rows: boolean, for each row of each bucket: whether the row is updated.
+    extra: the arrays among the extra arguments.
+    loss_scaling: with a loss scale the scale, the count of infinities found, and the count of skipped updates; else empty.
+    stats: the statistics that other programs have computed.
+    stream_event: zeros that exist when the program may begin.
+    """
+
+    params: Sequence[_X]
+    state: Sequence[_X]
+    scalar_vectors: Sequence[_X]
+    copied_back: Sequence[_X]
+    grads: Sequence[_X]
+    masks: Sequence[_X]
+    hyperparams: _X
+    row_offsets: _X
+    active_rows: _X
+    extra: Sequence[_X]
+    loss_scaling: Sequence[_X]
+    stats: _X
+    stream_event: Sequence[_X]
+
+
+def abstract_args(plan: UpdatePlan, for_counting: bool = False) -> UpdateArguments[jax.ShapeDtypeStruct]:
     """Return the abstract arguments of a plan's program.
 
     Args:
@@ -231,4 +248,4 @@ def abstract_args(plan: UpdatePlan, for_counting: bool = False) -> AbstractArgum
     scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.has_loss_scale else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
     after = [] if plan.device.platform == "cpu" else [array((1,), np.float32)]
-    return AbstractArguments(params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after)
+    return UpdateArguments(params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after)

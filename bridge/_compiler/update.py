@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -25,7 +26,7 @@ from .leaf_update import ONES, Common, LeafArrays, LeafScalars, NewLeaf, Passes,
 from .passes.batch_rows import Slot, Value
 from .passes.kernel_class import KernelClass
 from .passes.per_kind import for_each
-from .plan import LeafPlan, UpdatePlan, stack_grads
+from .plan import LeafPlan, UpdateArguments, UpdatePlan, stack_grads
 from .separability import is_size_independent
 from .spec import TransformSpec
 
@@ -54,76 +55,110 @@ class UpdateResults(NamedTuple):
     tokens: Sequence[Array]
 
 
+@dataclass(frozen=True)
+class _Leaves:
+    """The arguments of a program by leaf, in the order of the plan.
+
+    masks: the element mask of each leaf; None where there is none.
+    row_flags: for each bucket which of its rows are updated; None for other leaves.
+    shared_state: the state that belongs to no leaf, not yet divided among the joint sets.
+    """
+
+    params: list[jax.Array]
+    state: list[list[jax.Array]]
+    grads: Sequence[jax.Array | AddressedRows]
+    masks: list[jax.Array | None]
+    row_flags: list[jax.Array | None]
+    shared_state: Iterator[jax.Array]
+
+
 def update(
     plan: UpdatePlan,
-    params: Sequence[jax.Array],
-    state: Sequence[jax.Array],
-    scalar_vectors: Sequence[jax.Array],
-    copied_back: Sequence[jax.Array],
+    arguments: UpdateArguments[Any],
     grads: Sequence[jax.Array | AddressedRows],
-    masks: Sequence[jax.Array],
-    hyperparams: jax.Array,
-    row_offsets: jax.Array,
-    active_rows: jax.Array,
-    extra: list[jax.Array],
-    loss_scaling: Sequence[jax.Array],
-    stats: Array,
-    stream_event: Sequence[jax.Array] = (),
     fused: bool = True,
     is_outlined: bool = False,
 ) -> UpdateResults:
     """Return the results of one update.
 
-    The arguments after the plan are those of `abstract_args`, as a `BoundExecutable` and a step provide them, except for `grads`, which
-    `stack_grads` returns.
-
-    stream_event: zeros that exist when the program may begin.
-    fused: whether XLA is asked to fuse several results into one loop; see `bridge._xla.compile`.
-    is_outlined: whether `bridge._runtime.outline` compiles parts of the program separately.
+    Args:
+      plan: what the program computes.
+      arguments: its arguments, of which `grads` is not used.
+      grads: the gradient of each leaf, with rows for a bucket.
+      fused: whether XLA is asked to fuse several results into one loop; see `bridge._xla.compile`.
+      is_outlined: whether `bridge._runtime.outline` compiles parts of the program separately.
     """
     global _traces
     _traces += 1
-    ones = hyperparams[:ONES]
-    donated, read, states = iter(params), iter(copied_back), iter(state)
-    leaf_masks, leaf_lives = _row_flags(plan, masks, active_rows)
-    old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
-    own = _unpack_state(plan, states, scalar_vectors)
+    ones = arguments.hyperparams[:ONES]
+    leaves = _by_leaf(plan, arguments, grads)
+    stats = arguments.stats
     if plan.needs_global_stats and not plan.stats_precomputed:
-        stats = plan_grad_stats(plan, grads, leaf_masks, leaf_lives, loss_scaling, stats)
-    scale, skip, skipped = clip_and_skip(plan.clip, hyperparams[ONES], loss_scaling, stats)
-    results: dict[int, _Result] = {}
-    alike: dict[tuple[LeafPlan, bool], list[int]] = {}
-    for position, leaf in enumerate(plan.leaves):
-        if leaf.transform.joint_set is None:
-            alike.setdefault((leaf, leaf_masks[position] is None), []).append(position)
-    common = Common(ones, scale, skip, extra)
-    values = _scalar_rows(plan, hyperparams, row_offsets, [i for at in alike.values() for i in at], is_outlined)
-    kinds: list[KernelClass] = []
-    for (leaf, _), at in alike.items():
-        problem = plan.update_spec(leaf)
-        passes = _leaf_passes(plan, leaf, fused)
-        parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], cast(jax.Array, values[i])) for i in at]
-        arrays, scalars = zip(*parts, strict=True)
-        kinds.append(
-            KernelClass(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.rows, _size_class(plan, leaf, passes, len(alike)))
-        )
-    updated = for_each(kinds, common, plan.device.platform == "cpu")
-    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
-        for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
-            live_rows = leaf_lives[i]
-            new_p, *columns = result if live_rows is None or leaf.rows == 1 else _select_active_rows(live_rows, result, arrays, scalars)
-            results[i] = new_p, joined(plan.update_spec(leaf), *columns)
-    columns, way = Columns(old_params, own, cast(Sequence[jax.Array], grads), leaf_masks, values), Way(fused, is_outlined)
-    new_shared, together = _update_joint_sets(plan, columns, states, common, way if plan.device.platform == "cpu" else None)
-    results |= together
-    ordered = [results[i] for i in range(len(plan.leaves))]
+        stats = plan_grad_stats(plan, grads, leaves.masks, leaves.row_flags, arguments.loss_scaling, stats)
+    scale, skip, skipped = clip_and_skip(plan.clip, arguments.hyperparams[ONES], arguments.loss_scaling, stats)
+    common = Common(ones, scale, skip, list(arguments.extra))
+    alike = _equal_leaves(plan, leaves)
+    first = [i for positions in alike.values() for i in positions]
+    values = _scalar_rows(plan, arguments.hyperparams, arguments.row_offsets, first, is_outlined)
+    results = _update_separate_leaves(plan, leaves, alike, values, common, fused)
+    columns = Columns(leaves.params, leaves.state, cast(Sequence[jax.Array], grads), leaves.masks, values)
+    way = Way(fused, is_outlined) if plan.device.platform == "cpu" else None
+    new_shared, together = _update_joint_sets(plan, columns, leaves.shared_state, common, way)
+    ordered = [(results | together)[i] for i in range(len(plan.leaves))]
     # jax gives each result the first unused donated buffer of its type. So the results that reuse a buffer come first, in
     # the order of their arguments, and those without a donated buffer last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if not leaf.inplace]
     new_state, new_vectors = _pack_state(plan, [fields for _, fields in ordered])
-    token = sum((x[0] for x in stream_event), start=ones[0].astype(jnp.float32))
+    token: Array = sum((x[0] for x in arguments.stream_event), start=ones[0].astype(jnp.float32))
     return UpdateResults(new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token])
+
+
+def _by_leaf(plan: UpdatePlan, arguments: UpdateArguments[Any], grads: Sequence[jax.Array | AddressedRows]) -> _Leaves:
+    """Return the arguments of a program by leaf."""
+    donated, read, state = iter(arguments.params), iter(arguments.copied_back), iter(arguments.state)
+    masks, row_flags = _row_flags(plan, arguments.masks, arguments.active_rows)
+    params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
+    return _Leaves(params, _unpack_state(plan, state, arguments.scalar_vectors), grads, masks, row_flags, state)
+
+
+def _equal_leaves(plan: UpdatePlan, leaves: _Leaves) -> dict[tuple[LeafPlan, bool], list[int]]:
+    """Return the positions of the leaves outside of joint sets, by their plan and whether they have no element mask."""
+    alike: dict[tuple[LeafPlan, bool], list[int]] = {}
+    for position, leaf in enumerate(plan.leaves):
+        if leaf.transform.joint_set is None:
+            alike.setdefault((leaf, leaves.masks[position] is None), []).append(position)
+    return alike
+
+
+def _update_separate_leaves(
+    plan: UpdatePlan,
+    leaves: _Leaves,
+    alike: dict[tuple[LeafPlan, bool], list[int]],
+    values: Sequence[Value],
+    common: Common,
+    fused: bool,
+) -> dict[int, _Result]:
+    """Return the results of the leaves that their transformation updates one by one, by position. Equal leaves share a kernel."""
+    kinds: list[KernelClass] = []
+    for (leaf, _), at in alike.items():
+        problem = plan.update_spec(leaf)
+        passes = _leaf_passes(plan, leaf, fused)
+        parts = [
+            parted(problem, leaves.params[i], leaves.state[i], leaves.grads[i], leaves.masks[i], cast(jax.Array, values[i])) for i in at
+        ]
+        arrays, scalars = zip(*parts, strict=True)
+        kinds.append(
+            KernelClass(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.rows, _size_class(plan, leaf, passes, len(alike)))
+        )
+    results: dict[int, _Result] = {}
+    updated = for_each(kinds, common, plan.device.platform == "cpu")
+    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
+        for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
+            flags = leaves.row_flags[i]
+            new_p, *columns = result if flags is None or leaf.rows == 1 else _select_active_rows(flags, result, arrays, scalars)
+            results[i] = new_p, joined(plan.update_spec(leaf), *columns)
+    return results
 
 
 def _update_joint_sets(
@@ -230,17 +265,10 @@ def _slice_row(vector: jax.Array, start: jax.Array, width: int) -> jax.Array:
     return jax.lax.dynamic_slice(vector, (start,), (width,))
 
 
-def update_step(
-    plan: UpdatePlan,
-    params: list[jax.Array],
-    state: list[jax.Array],
-    vectors: list[jax.Array],
-    kept: list[jax.Array],
-    grads: list[jax.Array],
-    *others: Any,
-) -> tuple[Sequence[Array], ...]:
-    """Run `update` on flat gradients as `abstract_args` describes them: the program of a step."""
-    return tuple(update(plan, params, state, vectors, kept, stack_grads(plan, grads), *others, is_outlined=plan.device.platform == "cpu"))
+def update_step(plan: UpdatePlan, *arguments: Any) -> tuple[Sequence[Array], ...]:
+    """Run `update` on arguments in the order of `UpdateArguments`: the program of a step."""
+    given = UpdateArguments[Any](*arguments)
+    return tuple(update(plan, given, stack_grads(plan, given.grads), is_outlined=plan.device.platform == "cpu"))
 
 
 def _row_flags(

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from bridge._compiler.plan import UpdatePlan, abstract_args
+from bridge._compiler.plan import UpdateArguments, UpdatePlan, abstract_args
 from bridge._compiler.spec import LeafSpec, flatten, unflatten
 from bridge._compiler.update import update
 from bridge._ir.queries import properties_of
@@ -192,9 +192,9 @@ def _train_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], argu
     if task.plan.device.platform == "cpu":
         grads = barrier(grads)  # otherwise XLA copies a donated parameter that the gradient of its layer's input reads
     with _line_search(task, columns, batch, seed):
-        plain = params, state, scalars, kept, grads, masks, numbers, offsets, live, further
+        given = UpdateArguments(params, state, scalars, kept, [], masks, numbers, offsets, live, further, [], _NO_STATS, [])
         with default_promotion():
-            new = update(task.plan, *plain, [], _NO_STATS, fused=False)
+            new = update(task.plan, given, grads, fused=False)
     new_params, new_state, new_scalars, new_kept, _, [token] = new
     return (
         new_params,
@@ -275,16 +275,17 @@ def _abstract_arguments(task: TrainProgramSpec, updates: bool) -> tuple[PyTree, 
     plan = task.plan
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
-    params, state, scalars, kept, _, masks, numbers, offsets, live, further, _, _, after = abstract_args(plan)
+    own = abstract_args(plan)
     columns = {name: [array((math.prod(s.shape),), s.dtype) for s in _specs(task, name)] for name in ("buffers", "copied")}
     read = [array(*signature) for signature in task.read_signatures]
     sums = [array((math.prod(task.tensor_sources[name].spec.shape),), dtype) for name, dtype in task.grad_accumulators]
     seed, first = jax.ShapeDtypeStruct((), np.int64), jax.ShapeDtypeStruct((), np.bool_)
     batch = task.loss_jaxpr.batch
     if not updates:
-        return (sums, columns["buffers"]), (params, kept, columns["copied"], read, batch, seed, first, after)
-    arguments = scalars, kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first, after
-    return (params, state, columns["buffers"]), arguments
+        return (sums, columns["buffers"]), (own.params, own.copied_back, columns["copied"], read, batch, seed, first, own.stream_event)
+    of_update = own.masks, own.hyperparams, own.row_offsets, own.active_rows, own.extra
+    arguments = own.scalar_vectors, own.copied_back, columns["copied"], read, batch, sums, seed, *of_update, first, own.stream_event
+    return (own.params, own.state, columns["buffers"]), arguments
 
 
 def _specs(task: TrainProgramSpec, column: str) -> list[LeafSpec]:

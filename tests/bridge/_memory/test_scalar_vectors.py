@@ -63,7 +63,7 @@ def test_program_takes_and_returns_one_vector_of_scalars():
     assert [aval.shape for aval in arguments[0]] == [(len(SHAPES),)]
     with x64():
         results = jax.tree.leaves(
-            jax.eval_shape(partial(update.update, launch.executable.plan), *plan.abstract_args(launch.executable.plan))
+            jax.eval_shape(partial(update.update_step, launch.executable.plan), *plan.abstract_args(launch.executable.plan))
         )
     assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # the second is the result to wait for
 
