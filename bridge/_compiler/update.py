@@ -110,7 +110,9 @@ def update(
     new_params = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if not leaf.inplace]
     new_state, new_vectors = _pack_state(plan, [fields for _, fields in ordered])
-    token: Array = sum((x[0] for x in arguments.stream_event), start=ones[0].astype(jnp.float32))
+    token = ones[0].astype(jnp.float32)
+    for event in arguments.stream_event:
+        token = token + event[0]
     return UpdateResults(new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token])
 
 
