@@ -286,8 +286,8 @@ def traced(optimizer):
 def form(optimizer):
     """Return whether parameters are updated jointly or separately, and flattened or not, for the docs table."""
     rows = optimizer._hyperparam_table
-    if any(row.unit is not None for row in rows.static):
+    if any(row.joint_set is not None for row in rows.transforms):
         return "together"
     return " / ".join(
-        sorted({"alone, flat" if leaf.spec.flat and len(leaf.shape) > 1 else "alone" for leaf in optimizer._records if len(leaf.shape) > 1})
+        sorted({"alone, flat" if leaf.spec.is_flat and len(leaf.shape) > 1 else "alone" for leaf in optimizer._records if len(leaf.shape) > 1})
     )

@@ -75,7 +75,7 @@ def test_steps_with_random_missing_gradients_move_as_in_torch_and_stop_compiling
         assert runs[0][0].state[p].keys() == runs[1][0].state[q].keys()
         assert "step" not in ours.state[p] or float(ours.state[p]["step"]) == float(runs[1][0].state[q]["step"])
     by_shape = {}
-    for program in ours._used_executables._programs:
+    for program in ours._used_executables._executables:
         if len({leaf.spec for leaf in program.plan.leaves}) == 1:
             by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
     every = {spec: {sum(shape == s for s in SHAPES) for shape in SHAPES if math.prod(shape) == spec.shape[0]} for spec in by_shape}
@@ -105,14 +105,14 @@ def test_changing_frozen_leaves_stop_compiling_after_a_few_sets():
     runs, start = pair(*PAIRS["AdamW"][:2], **PAIRS["AdamW"][2])
     (ours, params), (_, others) = runs
     run(runs, 1)
-    made = [{len(program.plan.leaves) for program in ours._used_executables._programs}]
+    made = [{len(program.plan.leaves) for program in ours._used_executables._executables}]
     frozen = set()
     for i in range(7):
         frozen |= {i, 18 + i}
         ours.set_trainable(lambda name, p, one=params[i], other=params[18 + i]: p is one or p is other, False)
-        before = set(ours._used_executables._programs)
+        before = set(ours._used_executables._executables)
         step_all(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
-        made.append({len(program.plan.leaves) for program in ours._used_executables._programs - before} - {24, 4, 1})
+        made.append({len(program.plan.leaves) for program in ours._used_executables._executables - before} - {24, 4, 1})
     assert_near(params, others, start)
     assert made == [{18, 14, 9, 1}, {17, 13}, {16, 12}, {15, 11}, set(), set(), set(), set()]
 
