@@ -109,9 +109,8 @@ def to_optax_state(
             other = slot_by_field.setdefault(giver, place)
             if other.param_index is not None and other is not place:
                 raise ValueError(
-                    f"{what}: both {other.path_text!r} and {place.path_text!r} would have the {giver[1]!r} of "
-                    f"{params[giver[0]].name!r}. Give a "
-                    "transformation that keeps it once."
+                    f"{what}: both {other.path_text!r} and {place.path_text!r} would have the {giver[1]!r} of {params[giver[0]].name!r}. "
+                    "Give a transformation that keeps it once."
                 )
         leaves.append(template.initial(position) if tensor is None else template.array(position, tensor, copy))
     for i, param in enumerate(params):
@@ -275,8 +274,8 @@ def _raise_disagreement(what: str, place: _StateSlot, one: tuple[Param, torch.Te
     (a, x), (b, y) = one, other
     raise ValueError(
         f"{what}: {place.path_text!r} is one for {a.name!r} and {b.name!r}, of which the optimizer has {_describe_value(x)} and "
-        f"{_describe_value(y)}: one is "
-        "frozen, or had fewer gradients. Give a tx that separates them: bridge.select(tx, mask), or optax.partition with a label for each."
+        f"{_describe_value(y)}: one is frozen, or had fewer gradients. Give a tx that separates them: bridge.select(tx, mask), or "
+        "optax.partition with a label for each."
     )
 
 
@@ -389,8 +388,7 @@ def _fields_by_param(
             if known is not fitted and not torch.equal(known, fitted):
                 raise ValueError(
                     f"{what}: the state has two values for {field!r} of {params[i].name!r}, the second at {place.path_text!r}. Give the "
-                    "part "
-                    "of the state that is the optimizer's."
+                    "part of the state that is the optimizer's."
                 )
     for param, fields, own in zip(params, found, expected, strict=True):
         for field in own.keys() - fields.keys():

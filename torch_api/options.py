@@ -42,8 +42,7 @@ class Options:
         if options.master_weights and options.stochastic_rounding:
             raise ValueError(
                 f"{cls_name}: master_weights and stochastic_rounding are both asked for. With a float32 master nothing is lost in "
-                "rounding: "
-                "expected one of them."
+                "rounding: expected one of them."
             )
         return options
 

@@ -112,8 +112,8 @@ def _warn_if_recompiling(function: JaxFunction, names: Sequence[str]) -> None:
         how = _describe_difference(list(function._by_signature), names)
         warnings.warn(
             f"{function._title} has compiled {_WARN_AT_SIGNATURES} programs, one for each signature, which differ {how}. Pass numbers "
-            "that change "
-            "as tensors or floats, pad tensors to a few shapes, and create functions that you pass once, outside of the loop.",
+            "that change as tensors or floats, pad tensors to a few shapes, and create functions that you pass once, outside of the "
+            "loop.",
             CompilationWarning,
             stacklevel=stack_level(),
         )
@@ -129,8 +129,7 @@ def _warn_if_recompiling(function: JaxFunction, names: Sequence[str]) -> None:
         of_code.has_warned = True
         warnings.warn(
             f"{function._title} was made anew {_WARN_AT_SIGNATURES} times or more from one function, and each compiled its own program. "
-            "Make it "
-            "once, outside of the loop, and pass values that change as arguments.",
+            "Make it once, outside of the loop, and pass values that change as arguments.",
             CompilationWarning,
             stacklevel=stack_level(),
         )

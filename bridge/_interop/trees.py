@@ -170,8 +170,7 @@ def _expand_modules(function_name: str, tree: PyTree, kind: type) -> PyTree:
             name = path_name(path)
             raise TypeError(
                 f"{function_name}: {f'leaf {name!r}' if name else 'the tree'} is a {type(x).__name__}, which holds arrays but is no "
-                "pytree to jax. "
-                "Register it (jax.tree_util.register_dataclass), or give a dict of its values."
+                "pytree to jax. Register it (jax.tree_util.register_dataclass), or give a dict of its values."
             )
         return x
 

@@ -79,8 +79,7 @@ class FunctionCtx:
         """Raise an error: an input that forward writes into is not supported."""
         raise NotImplementedError(
             f"ctx.mark_dirty is called {current_module_path()}, and a torch.autograd.Function that writes into its input has no "
-            "implementation in "
-            "jax. Return a new tensor from forward."
+            "implementation in jax. Return a new tensor from forward."
         )
 
 
@@ -161,8 +160,7 @@ class _FunctionCall:
         if any(x is not None for x in input_grads[len(self._args) :]) or len(input_grads) < len(self._args):
             raise RuntimeError(
                 f"{self._function.__name__}.backward returned {len(input_grads)} gradients; expected {len(self._args)}, one for each "
-                "argument "
-                "of forward. Return None for an argument without a gradient."
+                "argument of forward. Return None for an argument without a gradient."
             )
         return tuple(self._gradient(i, input_grads[i]) for i in self._positions)
 

@@ -46,9 +46,8 @@ def current_module_path() -> str:
 def no_autograd_graph_error(what: str) -> NotImplementedError:
     """Return the error for an operation that needs torch's autograd graph, which traced values do not have."""
     return NotImplementedError(
-        f"{what} to torch's graph, and there is none {current_module_path()} for a value that jax traces. Take the gradient outside "
-        "with jax.grad "
-        "of a function of jnp.asarray(x), or give that code its own gradient with torch.autograd.Function."
+        f"{what} to torch's graph, and there is none {current_module_path()} for a value that jax traces. Take the gradient outside with "
+        "jax.grad of a function of jnp.asarray(x), or give that code its own gradient with torch.autograd.Function."
     )
 
 
@@ -57,9 +56,8 @@ def data_dependent_error(what: str, tracer: Tracer) -> jax.errors.Concretization
     return jax.errors.ConcretizationTypeError(
         tracer,
         f"{what} {current_module_path()} asks for values, and jax traces this code once for all values. Use torch.where or a mask "
-        "instead of `if`, "
-        "return values to print or log (has_aux=True), and pass values that decide shapes or branches as an int, bool or string: as an "
-        "argument (floats there are traced), as an attribute of the module, or with functools.partial.",
+        "instead of `if`, return values to print or log (has_aux=True), and pass values that decide shapes or branches as an int, bool "
+        "or string: as an argument (floats there are traced), as an attribute of the module, or with functools.partial.",
     )
 
 

@@ -194,9 +194,8 @@ def traced_call(
             lost_writes = proxy.restore_original()
         if lost_writes:
             raise ValueError(
-                f"Traced code writes into {lost_writes[0]!r} of the original {type(module).__name__}, but the module that jax traces "
-                "has a copy "
-                "of it: the value would be lost. Refer to it through the module: self, or the module argument of a hook."
+                f"Traced code writes into {lost_writes[0]!r} of the original {type(module).__name__}, but the module that jax traces has "
+                "a copy of it: the value would be lost. Refer to it through the module: self, or the module argument of a hook."
             )
         proxy.refuse_lost_writes()
         proxy.refuse_lost_buffers()

@@ -269,9 +269,8 @@ def _call_op(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, An
             return _call_op(func, args, kwargs)
     if is_autocast_enabled() and not context.autocast_at_entry:
         raise RuntimeError(
-            f"torch.autocast is entered {current_module_path()}, but its casts happen in torch's dispatcher, which a traced program "
-            "does not use. "
-            "Pass enabled=False to it; for half precision use module.to(torch.bfloat16)."
+            f"torch.autocast is entered {current_module_path()}, but its casts happen in torch's dispatcher, which a traced program does "
+            "not use. Pass enabled=False to it; for half precision use module.to(torch.bfloat16)."
         )
     theirs = user_implementation(func)
     if theirs is not None:
@@ -355,8 +354,8 @@ def unsupported_op_error(func: TorchFunction, why: str = "") -> NotImplementedEr
     if getattr(func, "namespace", "") == "prims":
         return NotImplementedError(
             f"torch.vmap, torch.func or TorchScript runs {current_module_path()} and calls {name}, below the functions that jax can "
-            "replace. Use "
-            "jax.vmap, jax.grad or jax.jacrev of functions of jnp.asarray(x) there, and the Python code of a scripted function."
+            "replace. Use jax.vmap, jax.grad or jax.jacrev of functions of jnp.asarray(x) there, and the Python code of a scripted "
+            "function."
         )
     return NotImplementedError(
         f"{name} has no implementation in jax, and is called {current_module_path()}{why}. Register one with "
@@ -369,8 +368,7 @@ def _run_handler(entry: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: 
     if kwargs.get("generator") is not None:
         raise ValueError(
             f"{getattr(func, '__name__', func)} is given a generator {current_module_path()}, but a traced program draws with jax keys, "
-            "not with "
-            "torch's generators. Leave it out, or draw the numbers outside and pass them in."
+            "not with torch's generators. Leave it out, or draw the numbers outside and pass them in."
         )
     out = kwargs.pop("out", None)
     inplace = entry.inplace
@@ -419,8 +417,7 @@ def _refuse_mixed_dtypes(kind: type[np.generic], func: TorchFunction, args: obje
     if len(types) > 1:
         raise RuntimeError(  # a TypeError in an operator would become NotImplemented
             f"{getattr(func, '__name__', func)} is given tensors of {' and '.join(map(str, types))} {current_module_path()}, but torch "
-            "expects one "
-            "dtype. Convert one with .to(dtype): the batch to the model's dtype, or the model to the batch's."
+            "expects one dtype. Convert one with .to(dtype): the batch to the model's dtype, or the model to the batch's."
         )
 
 

@@ -416,15 +416,13 @@ def capture_constant(tensor: torch.Tensor) -> jax.Array:
     if tensor.is_meta:
         raise ValueError(
             f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {current_module_path()}. If the "
-            "model was "
-            "built on that device, call to_empty() first. torch.vmap and torch.func also make such tensors from traced values: use "
-            "jax.vmap, jax.grad or jax.jacrev there, of functions of jnp.asarray(x)."
+            "model was built on that device, call to_empty() first. torch.vmap and torch.func also make such tensors from traced "
+            "values: use jax.vmap, jax.grad or jax.jacrev there, of functions of jnp.asarray(x)."
         )
     if tensor.requires_grad:
         raise ValueError(
             f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {current_module_path()}, and it is no parameter "
-            "of this "
-            f"module: no gradient could reach it. Register it in the module, pass it as an input, or detach() it."
+            "of this module: no gradient could reach it. Register it in the module, pass it as an input, or detach() it."
         )
     known = context.constants if context.constants is not None else {}
     if id(tensor) not in known:

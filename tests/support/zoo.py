@@ -289,5 +289,7 @@ def form(optimizer):
     if any(row.joint_set is not None for row in rows.transforms):
         return "together"
     return " / ".join(
-        sorted({"alone, flat" if leaf.spec.is_flat and len(leaf.shape) > 1 else "alone" for leaf in optimizer._records if len(leaf.shape) > 1})
+        sorted(
+            {"alone, flat" if leaf.spec.is_flat and len(leaf.shape) > 1 else "alone" for leaf in optimizer._records if len(leaf.shape) > 1}
+        )
     )

@@ -258,9 +258,9 @@ class HyperparamTable:
             return spec._replace(shape=leaf.buffer_shape, dim_order=None)
         raise ValueError(
             f"{self._cls_name}: {describe_sharding(leaf.param, leaf.name)}, but this transformation is not elementwise, and a process "
-            "holds only a "
-            "part of it. Use an elementwise transformation for it (Adam, SGD, Lion; PartitionedOptimizer can give it another than "
-            "the rest), do not shard it (fully_shard's ignored_params), or clip by torch.nn.utils.clip_grad_norm_ before step()."
+            "holds only a part of it. Use an elementwise transformation for it (Adam, SGD, Lion; PartitionedOptimizer can give it "
+            "another than the rest), do not shard it (fully_shard's ignored_params), or clip by torch.nn.utils.clip_grad_norm_ before "
+            "step()."
         )
 
     def values_by_row(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:

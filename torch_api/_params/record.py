@@ -308,10 +308,9 @@ def check_unsharded_for_clipping(cls_name: str, bound: float | None, leaves: Ite
     )
     if bound is not None and sharded is not None:
         raise ValueError(
-            f"{cls_name}: max_grad_norm is {bound}, but {sharding.describe_sharding(sharded.param, sharded.name)}, and the norm over "
-            "all of them "
-            f"needs "
-            "communication. Give max_grad_norm=None, and call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before step()."
+            f"{cls_name}: max_grad_norm is {bound}, but {sharding.describe_sharding(sharded.param, sharded.name)}, and the norm over all "
+            "of them needs communication. Give max_grad_norm=None, and call torch.nn.utils.clip_grad_norm_(model.parameters(), "
+            "max_norm) before step()."
         )
 
 

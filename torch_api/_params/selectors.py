@@ -53,9 +53,8 @@ class Selectors:
         if isinstance(spec, _Lost):
             raise ValueError(
                 f"{self._owner}: {name} of the constructor is {spec.description}, which was not pickled with the optimizer, so nothing "
-                f"decides about parameters that are added now.{_remedy_text(name)} Or construct an optimizer of all parameters, and "
-                "load the "
-                "state_dict into it."
+                f"decides about parameters that are added now.{_remedy_text(name)} Or construct an optimizer of all parameters, and load "
+                "the state_dict into it."
             )
         try:
             return resolve(spec, leaves, name)

@@ -370,9 +370,8 @@ class LaunchCache:
             if missing is None:
                 raise
             raise TypeError(
-                f"{self._cls_name}: the transformation needs more than gradients ({error}). Pass it to step, as opt.step(value=loss), "
-                "or give "
-                "a closure that returns the loss."
+                f"{self._cls_name}: the transformation needs more than gradients ({error}). Pass it to step, as opt.step(value=loss), or "
+                "give a closure that returns the loss."
             ) from error
         return [self._executables[key] for key in keys]
 

@@ -206,16 +206,14 @@ def check_same_params(module_guard: ModuleGuard, optimizer: OptaxOptimizer) -> t
     if missing:
         raise ValueError(
             f"{CLS_NAME}: parameters {_few_names(missing)} of the module require grad, but are not the optimizer's and would never be "
-            "trained. "
-            "Give them to the optimizer (its mask can freeze them), or set requires_grad=False."
+            "trained. Give them to the optimizer (its mask can freeze them), or set requires_grad=False."
         )
     module_params = {id(p) for p in module_guard.params.values()}
     foreign = [leaf.name for leaf in optimizer._trainable if leaf.param.requires_grad and id(leaf.param) not in module_params]
     if foreign:
         raise ValueError(
             f"{CLS_NAME}: the optimizer trains {_few_names(foreign)}, not among the module's parameters, so no gradient could reach it. "
-            "Put all "
-            "that is trained into one module (torch.nn.ModuleDict), or make an optimizer of this module's parameters."
+            "Put all that is trained into one module (torch.nn.ModuleDict), or make an optimizer of this module's parameters."
         )
     sharded = [leaf.name for leaf in optimizer._trainable if leaf.dtensor_layout is not None]
     if sharded:
@@ -249,8 +247,7 @@ def refuse_keywords(loss_fn: Callable[..., object], names: Collection[str], take
         return
     raise TypeError(
         f"{CLS_NAME}: keyword arguments of a call go to the optimizer's transformation, which does not take {sorted(names)}. Pass the "
-        "batch "
-        "as one dict, train_step(batch), which loss_fn(model, batch) receives."
+        "batch as one dict, train_step(batch), which loss_fn(model, batch) receives."
     )
 
 
@@ -259,8 +256,7 @@ def refuse_autocast() -> None:
     if is_autocast_enabled():
         raise RuntimeError(
             f"{CLS_NAME} was called inside torch.autocast, which has no effect on a compiled program. Leave the context; for half "
-            "precision "
-            "use module.to(torch.bfloat16) and an optimizer with master_weights=True."
+            "precision use module.to(torch.bfloat16) and an optimizer with master_weights=True."
         )
 
 

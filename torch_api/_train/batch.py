@@ -67,8 +67,7 @@ class Batch:
             else:
                 raise TypeError(
                     f"{CLS_NAME}: item {position} of the batch is a {type(x).__name__}; expected tensors, arrays, numbers, strings, or "
-                    "lists, "
-                    "tuples and mappings of them. Convert it before the call."
+                    "lists, tuples and mappings of them. Convert it before the call."
                 )
         self.signature = self.tree, tuple(kinds)
 

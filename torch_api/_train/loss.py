@@ -59,9 +59,8 @@ class TracedLoss:
         for x in flat:
             if not isinstance(x, jax.Array) and path_to_instance(x, jax.Array) is not None:
                 raise TypeError(
-                    f"{CLS_NAME}: loss_fn returns a {type(x).__name__} in aux, which holds arrays and is no pytree to jax. Return a "
-                    "dict of "
-                    "the arrays in it."
+                    f"{CLS_NAME}: loss_fn returns a {type(x).__name__} in aux, which holds arrays and is no pytree to jax. Return a dict "
+                    "of the arrays in it."
                 )
         self._aux_leaves = [_IS_ARRAY if isinstance(x, jax.Array) else x for x in flat]
         after = unnest(after)
@@ -118,8 +117,7 @@ def trace_loss(
     if sources:
         warnings.warn(
             f"{CLS_NAME}: the loss draws by {' and by '.join(sources)} while it is traced, so the number is a constant of every later "
-            "call. "
-            "Draw by torch.rand, torch.randperm or torch.distributions, or outside of the loss and pass the number in the batch.",
+            "call. Draw by torch.rand, torch.randperm or torch.distributions, or outside of the loss and pass the number in the batch.",
             stacklevel=stack_level(),
         )
     return forward

@@ -136,9 +136,8 @@ class JaxTrainStep:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{CLS_NAME} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, "
-            "and make "
-            "an optimizer and a train step for the copy; what to save are both state_dicts."
+            f"{CLS_NAME} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, and "
+            "make an optimizer and a train step for the copy; what to save are both state_dicts."
         )
 
     @property
@@ -365,8 +364,7 @@ class JaxTrainStep:
             del self._with_grad_by_loss[forward, accumulated_names]
             raise ValueError(
                 f"{CLS_NAME}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without "
-                "torch.no_grad() "
-                "or detach(), and what the optimizer's mask and requires_grad freeze."
+                "torch.no_grad() or detach(), and what the optimizer's mask and requires_grad freeze."
             )
         return with_grad
 
@@ -462,10 +460,9 @@ class JaxTrainStep:
         if self._compilations == _MANY_PROGRAMS:
             warnings.warn(
                 f"{CLS_NAME} has compiled {_MANY_PROGRAMS} programs: one for each structure, shape and dtype of batch, each int, bool "
-                "and string in "
-                "it, each set of plain attributes of the modules and each set of trained parameters; and another after each write into a "
-                "tensor that loss_fn reads from outside. Pad batches to a few shapes, drop the last one of an epoch (drop_last=True), pass "
-                "numbers that change as tensors, and make what loss_fn reads a buffer of the module.",
+                "and string in it, each set of plain attributes of the modules and each set of trained parameters; and another after "
+                "each write into a tensor that loss_fn reads from outside. Pad batches to a few shapes, drop the last one of an epoch "
+                "(drop_last=True), pass numbers that change as tensors, and make what loss_fn reads a buffer of the module.",
                 CompilationWarning,
                 stacklevel=stack_level(),
             )

@@ -197,8 +197,7 @@ def pow_(input: Any, exponent: Any) -> jax.Array:
         if exponent < 0 and not jnp.issubdtype(base.dtype, jnp.inexact):
             raise RuntimeError(
                 f"A tensor of {base.dtype} is raised to the power {exponent} {current_module_path()}, and torch raises integers to no "
-                "negative "
-                "number. Convert the tensor to a floating dtype first."
+                "negative number. Convert the tensor to a floating dtype first."
             )
         return lax.integer_pow(base, int(exponent))
     if isinstance(exponent, float) and exponent == 0.5:

@@ -78,8 +78,7 @@ def _dynamic_mask_error() -> NotImplementedError:
     """Return the error for a mask whose values decide a shape."""
     return NotImplementedError(
         f"A boolean mask is an index {current_module_path()}, and how many elements it chooses depends on values, which one compiled "
-        "program cannot "
-        "follow. Use torch.where(mask, ...), masked_fill, or multiply by the mask."
+        "program cannot follow. Use torch.where(mask, ...), masked_fill, or multiply by the mask."
     )
 
 

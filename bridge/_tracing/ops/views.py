@@ -89,8 +89,7 @@ def as_strided(input: Any, size: Any, stride: Any, storage_offset: int | None = 
     if not layout.is_contiguous() or (at.size and not 0 <= at.min() <= at.max() < layout.numel()):
         raise NotImplementedError(
             f"as_strided reaches beyond its tensor {current_module_path()}, or that tensor is not contiguous, and a traced one has no "
-            "memory "
-            "around it. Call it on the contiguous tensor that holds all those elements."
+            "memory around it. Call it on the contiguous tensor that holds all those elements."
         )
     return make_view(Op(lambda x, *_: jnp.take(x.ravel(), at), None), torch.as_strided, (input, tuple(size), tuple(stride), start), {})
 
