@@ -415,7 +415,7 @@ class OptaxOptimizer(SelectorOptimizer):
         hyper_params = extra_args.pop("hyper_params", None) if self._temporary_hyper_params is not None else None
         if self._swap.swapped_by:
             self._swap.raise_swapped_error(f"{type(self).__name__}.step")
-        loss, grads_checked = None, vars(self).pop("_looked", False)
+        loss, grads_checked = None, vars(self).pop("_grads_checked", False)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

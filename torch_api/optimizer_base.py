@@ -201,7 +201,7 @@ class SelectorOptimizer(StateWatchingOptimizer, ABC):
 
         GradScaler reads it, checks all gradients itself, and then calls `step`, which need not check them again.
         """
-        vars(self)["_looked"] = self._handles_loss_scale
+        vars(self)["_grads_checked"] = self._handles_loss_scale
         return self._handles_loss_scale
 
     @_step_supports_amp_scaling.setter

@@ -15,7 +15,7 @@ from bridge._compat.types import Device
 from bridge._memory.address_space import CAN_READ_BY_ADDRESS, AddressedRows
 from bridge._names import Path
 
-from .passes.gather_rows import gather_signatures as at_once
+from .passes.gather_rows import gather_signatures
 from .spec import NO_EXTRA_ARGS, ById, ExtraArgsSpec, LeafSpec, Signature, TransformSpec, UpdateSpec
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def abstract_args(plan: UpdatePlan, for_counting: bool = False) -> UpdateArgumen
     grads: list[jax.ShapeDtypeStruct] = []
     for shape, dtype, leaf in ((leaf.buffer[0], leaf.grad_dtype, leaf) for leaf in plan.leaves):
         if leaf.addresses_grads:
-            grads += [array(*each) for each in at_once(shape[0], dtype, shape[1] if for_counting else None)]
+            grads += [array(*each) for each in gather_signatures(shape[0], dtype, shape[1] if for_counting else None)]
         else:
             grads += [array(shape[1:], dtype)] * shape[0] if leaf.grads_as_arguments else [array((math.prod(shape),), dtype)]
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.has_element_mask]

@@ -255,10 +255,6 @@ def test_equal_padded_parameters_share_a_program():
     assert len(optimizer._launch_cache.last_used) > len(programs_of_it)
 
 
-class Subclass(torch_api.MaskedAdamW):
-    pass
-
-
 WHOLE = {
     "one that looks at each leaf": lambda params: torch_api.OptaxOptimizer(
         [("p", params[0])], optax.chain(optax.scale_by_trust_ratio(), optax.scale(-0.1))
