@@ -6,7 +6,7 @@ program in one of three ways: each as an argument, gathered into a second buffer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from bridge._compiler import chunking
@@ -102,23 +102,46 @@ def assign_buffers(leaves: Sequence[ParamRecord], key_of: Callable[[ParamRecord]
     """
     if writeback == "inplace":
         adoption.delete_imports(leaf.local_tensor for leaf in leaves)
-    key_by_leaf: dict[ParamRecord, BucketKey | None] = {}
     prefetcher = adoption.CopyPrefetcher(2 * max(map(_param_bytes, leaves), default=0))
-    for leaf in sorted(leaves, key=_param_bytes, reverse=True):  # the largest are rarely in buckets: copy them while keys are computed
-        leaf.refresh_metadata()
-        key_by_leaf[leaf] = key_of(leaf) if writeback == "inplace" else None
-        if key_by_leaf[leaf] is None and writeback == "inplace" and leaf.dtensor_layout is None and leaf.bucket_row is None:
+    keys = _bucket_keys(leaves, key_of if writeback == "inplace" else lambda _: None, writeback, prefetcher)
+    leaves_by_key = _adopt_outside_buckets(leaves, keys, writeback, prefetcher)
+    to_adopt = [pair for key, bucket_leaves in leaves_by_key.items() for pair in _fill_buckets(key, bucket_leaves)]
+    for leaf, alone in to_adopt:
+        if alone:
             prefetcher.prefetch(leaf.local_tensor)
-    keys: dict[jax_buffers.JaxBuffer, set[BucketKey | None]] = {}
-    located = []
-    for leaf in leaves:
-        key, (memory, row) = key_by_leaf[leaf], jax_buffers.find_buffer(leaf.local_tensor)
-        if row is not None and memory is not None:
-            keys.setdefault(memory, set()).add(key)
-        located.append((leaf, key, memory, row))
+    for leaf, alone in to_adopt:
+        leaf.adopt(writeback, own_buffer=alone, prefetcher=prefetcher)
+
+
+def _bucket_keys(
+    leaves: Sequence[ParamRecord],
+    key_of: Callable[[ParamRecord], BucketKey | None],
+    writeback: str,
+    prefetcher: adoption.CopyPrefetcher,
+) -> dict[ParamRecord, BucketKey | None]:
+    """Return the bucket key of each parameter. The copies of large parameters outside buckets begin meanwhile."""
+    keys: dict[ParamRecord, BucketKey | None] = {}
+    for leaf in sorted(leaves, key=_param_bytes, reverse=True):  # the largest are rarely in buckets
+        leaf.refresh_metadata()
+        keys[leaf] = key_of(leaf)
+        if keys[leaf] is None and writeback == "inplace" and leaf.dtensor_layout is None and leaf.bucket_row is None:
+            prefetcher.prefetch(leaf.local_tensor)
+    return keys
+
+
+def _adopt_outside_buckets(
+    leaves: Sequence[ParamRecord], keys: Mapping[ParamRecord, BucketKey | None], writeback: str, prefetcher: adoption.CopyPrefetcher
+) -> dict[BucketKey, list[ParamRecord]]:
+    """Adopt the parameters that stay where they are or belong in no bucket. Return the others by their key."""
+    located = [(leaf, *jax_buffers.find_buffer(leaf.local_tensor)) for leaf in leaves]
+    keys_in_bucket: dict[jax_buffers.JaxBuffer, set[BucketKey | None]] = {}
+    for leaf, buffer, row in located:
+        if row is not None and buffer is not None:
+            keys_in_bucket.setdefault(buffer, set()).add(keys[leaf])
     leaves_by_key: dict[BucketKey, list[ParamRecord]] = {}
-    for leaf, key, memory, row in located:
-        at_home = memory is not None and (row is None or (key is not None and len(keys[memory]) == 1))
+    for leaf, buffer, row in located:
+        key = keys[leaf]
+        at_home = buffer is not None and (row is None or (key is not None and len(keys_in_bucket[buffer]) == 1))
         goes_back = (
             leaf.jax_buffer is not None
             and leaf.bucket_row is not None
@@ -128,29 +151,31 @@ def assign_buffers(leaves: Sequence[ParamRecord], key_of: Callable[[ParamRecord]
             leaf.adopt(writeback, own_buffer=row is not None and not at_home, prefetcher=prefetcher)
         else:
             leaves_by_key.setdefault(key, []).append(leaf)
-    to_adopt: list[tuple[ParamRecord, bool]] = []
-    for key, bucket_leaves in leaves_by_key.items():
-        gathered, size = is_gathered(bucket_leaves[0]), _param_bytes(bucket_leaves[0])
-        many = len(bucket_leaves) >= (MIN_ADDRESSED_ROWS if size <= LARGE_ADDRESSED_ROW_BYTES else MIN_LARGE_ADDRESSED_ROWS)
-        addressed = key.addressed and many and probes.fuses_multiple_outputs()
-        enough = addressed or (
-            len(bucket_leaves) >= (MIN_GATHERED_ROWS if gathered else MIN_ARGUMENT_ROWS)
-            and (gathered or bucket_leaves[0].device.type in GRADS_AS_ARGUMENTS_ON)
-        )
-        several = -(-size * len(bucket_leaves) // MAX_ADDRESSED_BUCKET_BYTES) if addressed else 1
-        # Spread neighbors over the buckets. Then each bucket has some gradients, and programs do not differ in how many they update.
-        # Few buckets at a time, because the bytes that are moved exist twice.
-        groups = [[leaf.local_tensor for leaf in bucket_leaves[nth::several]] for nth in range(several)]
-        groups = groups if enough else [[leaf.local_tensor] for leaf in bucket_leaves if is_padded(leaf)]
-        batch_size = max(2, len(groups) // 8)
-        for start in range(0, len(groups), batch_size):
-            adoption.adopt_into_bucket(groups[start : start + batch_size])
-        to_adopt += [(leaf, not enough and not is_padded(leaf)) for leaf in bucket_leaves]
-    for leaf, alone in to_adopt:
-        if alone:
-            prefetcher.prefetch(leaf.local_tensor)
-    for leaf, alone in to_adopt:
-        leaf.adopt(writeback, own_buffer=alone, prefetcher=prefetcher)
+    return leaves_by_key
+
+
+def _fill_buckets(key: BucketKey, leaves: Sequence[ParamRecord]) -> list[tuple[ParamRecord, bool]]:
+    """Move parameters with equal keys into buckets, if there are enough of them.
+
+    Returns:
+      Each parameter, and whether it gets a buffer of its own instead.
+    """
+    gathered, size = is_gathered(leaves[0]), _param_bytes(leaves[0])
+    many = len(leaves) >= (MIN_ADDRESSED_ROWS if size <= LARGE_ADDRESSED_ROW_BYTES else MIN_LARGE_ADDRESSED_ROWS)
+    addressed = key.addressed and many and probes.fuses_multiple_outputs()
+    enough = addressed or (
+        len(leaves) >= (MIN_GATHERED_ROWS if gathered else MIN_ARGUMENT_ROWS)
+        and (gathered or leaves[0].device.type in GRADS_AS_ARGUMENTS_ON)
+    )
+    several = -(-size * len(leaves) // MAX_ADDRESSED_BUCKET_BYTES) if addressed else 1
+    # Spread neighbors over the buckets. Then each bucket has some gradients, and programs do not differ in how many they update.
+    # Few buckets at a time, because the bytes that are moved exist twice.
+    groups = [[leaf.local_tensor for leaf in leaves[nth::several]] for nth in range(several)]
+    groups = groups if enough else [[leaf.local_tensor] for leaf in leaves if is_padded(leaf)]
+    batch_size = max(2, len(groups) // 8)
+    for start in range(0, len(groups), batch_size):
+        adoption.adopt_into_bucket(groups[start : start + batch_size])
+    return [(leaf, not enough and not is_padded(leaf)) for leaf in leaves]
 
 
 def foreign_memory_params(leaves: Iterable[ParamRecord]) -> list[str]:
