@@ -111,28 +111,13 @@ class HyperparamTable:
         trained = [
             (leaf, path) for leaf, path in zip(leaves, self.all_paths, strict=True) if is_trainable(leaf) and leaf.param.requires_grad
         ]
-        keys = {key: i for i, key in enumerate(dict.fromkeys(_row_key(leaf) for leaf, _ in trained))}
-        leaves_by_transform: dict[Hashable, list[tuple[ParamRecord, Path]]] = {}
         for leaf in leaves:
             leaf.spec = None
-        for leaf, path in trained:
+        keys = {key: i for i, key in enumerate(dict.fromkeys(_row_key(leaf) for leaf, _ in trained))}
+        for leaf, _ in trained:
             leaf.hyperparam_row = keys[_row_key(leaf)]
-            rule = rules[leaf.group_index]
-            leaves_by_transform.setdefault((id(rule), None if rule.is_instance else leaf.group_index), []).append((leaf, path))
-        row_of: dict[int, TransformSpec] = {}
-        for number, own in enumerate(leaves_by_transform.values()):
-            group = own[0][0].group_index
-            try:
-                row = self._trace_transform(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
-            except Exception as error:
-                if rules[group].is_optax:
-                    self._raise_for_missing_leaves(group_reader(rules[group], ())(groups[group]), [leaf for leaf, _ in own], error)
-                raise
-            finally:
-                trace = separability.release_last_trace()
-            self.held_trace += trace if number in self.joint_sets else []
-            row_of |= dict.fromkeys((leaf.group_index for leaf, _ in own), replace(row, aux_state=aux_state))
-        self.rows = [HyperparamRow(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
+        transforms = self._trace_transforms(trained, rules, groups)
+        self.rows = [HyperparamRow(groups[g], decays, scale, transforms[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
         self.transforms = tuple(row.transform for row in self.rows)
         first: dict[TransformSpec, int] = {}
         self._transform_ids = [first.setdefault(row, i) for i, row in enumerate(self.transforms)]
@@ -140,11 +125,41 @@ class HyperparamTable:
         *self.row_offsets, end = itertools.accumulate((row.num_scalars for row in self.transforms), initial=leaf_update.ONES + 1)
         self.vector_length = 1 << max(end - 1, 31).bit_length()
         self.recompile_keys = [
-            (groups[g], name, _recompile_key_of(rules[g], name, name in dict(row.traced_hyperparams)))
-            for g, row in row_of.items()
+            (groups[g], name, _recompile_key_of(rules[g], name, name in dict(transform.traced_hyperparams)))
+            for g, transform in transforms.items()
             for name in rules[g].hyperparams
-            if rules[g].is_optax or name in rules[g].optional_hyperparams or name not in dict(row.traced_hyperparams)
+            if rules[g].is_optax or name in rules[g].optional_hyperparams or name not in dict(transform.traced_hyperparams)
         ]
+
+    def _trace_transforms(
+        self, trained: Sequence[tuple[ParamRecord, Path]], rules: Sequence[OptimizerSpec], groups: Sequence[ParamGroup]
+    ) -> dict[int, TransformSpec]:
+        """Trace each transformation once, set the `spec` of its records, and return the transformation of each group.
+
+        Args:
+          trained: the records of the parameters that transformations see, with their paths.
+          rules: the `OptimizerSpec` of each group.
+          groups: the param groups.
+        """
+        by_transform: dict[Hashable, list[tuple[ParamRecord, Path]]] = {}
+        for leaf, path in trained:
+            rule = rules[leaf.group_index]
+            by_transform.setdefault((id(rule), None if rule.is_instance else leaf.group_index), []).append((leaf, path))
+        transforms: dict[int, TransformSpec] = {}
+        for number, own in enumerate(by_transform.values()):
+            leaves, paths = [leaf for leaf, _ in own], [path for _, path in own]
+            group = leaves[0].group_index
+            try:
+                transform = self._trace_transform(number, leaves, paths, rules[group], groups[group])
+            except Exception as error:
+                if rules[group].is_optax:
+                    self._raise_for_missing_leaves(group_reader(rules[group], ())(groups[group]), leaves, error)
+                raise
+            finally:
+                trace = separability.release_last_trace()
+            self.held_trace += trace if number in self.joint_sets else []
+            transforms |= dict.fromkeys((leaf.group_index for leaf in leaves), replace(transform, aux_state=self._aux_state))
+        return transforms
 
     def _trace_transform(
         self, joint_set: int, leaves: list[ParamRecord], paths: list[Path], optimizer_spec: OptimizerSpec, group: ParamGroup
@@ -175,11 +190,8 @@ class HyperparamTable:
         except Exception:
             if self._extra_args.leaves or not optimizer_spec.takes_extra_args:
                 raise
-            row, views = (
-                read(optimizer_spec.traceable_hyperparams),
-                None,
-            )  # it may need arguments of `step`; any other error is raised by the first step
-            known = False
+            # It may need arguments of `step`; the first step raises any other error.
+            row, views, known = read(optimizer_spec.traceable_hyperparams), None, False
         decays = {bool(leaf.decay.value) for leaf in leaves}
         if views is None:
             row = row.with_joint_set(joint_set)
