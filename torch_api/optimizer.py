@@ -22,7 +22,7 @@ import torch
 
 from bridge import _process
 from bridge._compiler import leaf_update
-from bridge._compiler.spec import EMA_PARAM, GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, ExtraArgsSpec, StateField
+from bridge._compiler.spec import EMA_PARAM, GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, StateField
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._ir.types import PyTree
@@ -59,7 +59,7 @@ from ._step.closure import Closure
 from ._step.extra_args import ExtraArgs
 from ._step.grad_scaler import LossScale
 from ._step.guards import Guards
-from ._step.launch_cache import LaunchCache
+from ._step.launch_cache import GradSet, LaunchCache
 from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
 from ._step.state_watch import StateAccess
 from ._step.transaction import StepTransaction
@@ -452,11 +452,11 @@ class OptaxOptimizer(SelectorOptimizer):
         scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None  # GradScaler sets and deletes them
         if scaled:
             grad_scaler.check_scaler_tensors(grad_scale=attributes.get("grad_scale"), found_inf=attributes.get("found_inf"))
-        finite_check_done = scaled and grads_checked
-        on_device = self._launch_cache.bound_by_grad_set.get((with_grad, extra, scaled, finite_check_done))
+        grad_set = GradSet(with_grad, extra, scaled, scaled and grads_checked)
+        on_device = self._launch_cache.bound_by_grad_set.get(grad_set)
         self._used_executables.hits += on_device is not None
         if on_device is None:
-            on_device = self._prepare_launches(with_grad, extra, scaled, hyperparams, finite_check_done, transaction)
+            on_device = self._prepare_launches(grad_set, hyperparams, transaction)
             if not on_device:
                 return False
         for launch in itertools.chain.from_iterable(on_device):
@@ -499,24 +499,16 @@ class OptaxOptimizer(SelectorOptimizer):
                 raise
         return arguments
 
-    def _prepare_launches(
-        self,
-        with_grad: tuple[int, ...],
-        extra: ExtraArgsSpec,
-        scaled: bool,
-        hyperparams: np.ndarray,
-        finite_check_done: bool,
-        transaction: StepTransaction,
-    ) -> list[list[BoundExecutable]]:
+    def _prepare_launches(self, grad_set: GradSet, hyperparams: np.ndarray, transaction: StepTransaction) -> list[list[BoundExecutable]]:
         """Call `LaunchCache.prepare`. The next step rebuilds the layout after an error or an interrupt in it.
 
         Returns:
           The bound executables by device, or an empty list if the step must start over.
         """
-        if self._move_out_of_buckets(self._launch_cache.leaves_of_sparse_buckets(with_grad)):
+        if self._move_out_of_buckets(self._launch_cache.leaves_of_sparse_buckets(grad_set.with_grad)):
             return []
-        with transaction.preparing(with_grad) as launches:
-            bound = launches.prepare(with_grad, extra, scaled, hyperparams, finite_check_done, transaction.locks)
+        with transaction.preparing(grad_set.with_grad) as launches:
+            bound = launches.prepare(grad_set, hyperparams, transaction.locks)
         return [] if transaction.is_outdated(launches) else bound
 
     def _slow_path(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:

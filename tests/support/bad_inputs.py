@@ -14,7 +14,6 @@ import torch
 import bridge
 import torch_api
 from bridge import _process
-from bridge._compiler.spec import NO_EXTRA_ARGS
 from bridge._runtime.transaction import Transaction
 from torch_api import (
     MaskedAdadelta,
@@ -32,6 +31,7 @@ from torch_api import (
     load_optax_state,
     to_optax_state,
 )
+from torch_api._step.launch_cache import GradSet
 
 
 class Bad(NamedTuple):
@@ -330,7 +330,7 @@ def on_two_devices(optimizer):
 
 
 def launched(optimizer):
-    optimizer._launch_cache.prepare((0, 1, 2, 3), NO_EXTRA_ARGS, False, optimizer._hyperparams(), False, Transaction(()))
+    optimizer._launch_cache.prepare(GradSet((0, 1, 2, 3)), optimizer._hyperparams(), Transaction(()))
 
 
 def made_in_a_fork(net):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from bridge._compiler import chunking
 from bridge._compiler import plan as update
 from bridge._compiler.plan import can_stream, is_worth_streaming
-from bridge._compiler.spec import ExtraArgsSpec
+from bridge._compiler.spec import NO_EXTRA_ARGS, ExtraArgsSpec
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation
@@ -46,6 +46,21 @@ _COMPILE_BYTES = 256 << 20
 _ExecutableKey: TypeAlias = tuple[tuple[int, ...], torch.device, ExtraArgsSpec, bool, bool, bool]
 
 
+class GradSet(NamedTuple):
+    """A set of gradients, and what else decides which executables a step needs.
+
+    with_grad: the positions of the parameters with a gradient, among the trainable ones.
+    extra: what programs must know of the extra arguments.
+    has_loss_scale: whether the gradients are those of a scaled loss.
+    finite_check_done: whether GradScaler has checked all of them for infinities.
+    """
+
+    with_grad: tuple[int, ...]
+    extra: ExtraArgsSpec = NO_EXTRA_ARGS
+    has_loss_scale: bool = False
+    finite_check_done: bool = False
+
+
 class LaunchCache:
     """The bound executables of an optimizer. A change of more than numbers replaces the cache.
 
@@ -66,7 +81,7 @@ class LaunchCache:
         self._materializes_rows = False  # whether XLA materializes the values of all rows of addressed buckets
         self.has_new_state = False  # whether preparing the last set of gradients made state
         self.is_outdated = False  # whether the optimizer has a newer cache
-        self.bound_by_grad_set: dict[tuple[tuple[int, ...], ExtraArgsSpec, bool, bool], list[list[BoundExecutable]]] = {}
+        self.bound_by_grad_set: dict[GradSet, list[list[BoundExecutable]]] = {}
         self._leaf_plans: dict[ParamRecord, update.LeafPlan] = {}
         self._interned_plans: dict[update.LeafPlan, update.LeafPlan] = {}
         self._executables: dict[_ExecutableKey, executable.UpdateExecutable] = {}
@@ -112,88 +127,95 @@ class LaunchCache:
                 found += leaves
         return found
 
-    def prepare(
-        self,
-        with_grad: tuple[int, ...],
-        extra: ExtraArgsSpec,
-        scaled: bool,
-        hyperparams: np.ndarray,
-        finite_check_done: bool,
-        transaction: Transaction,
-    ) -> list[list[BoundExecutable]]:
+    def prepare(self, grad_set: GradSet, hyperparams: np.ndarray, transaction: Transaction) -> list[list[BoundExecutable]]:
         """Return the bound executables for a set of gradients, by device. Parameters without state get their initial state.
 
         Compiling may be interrupted, the rest of the `transaction` not.
 
         Args:
-          with_grad: the positions of the parameters with a gradient.
-          extra: the static description of the extra arguments.
-          scaled: whether the gradients are those of a scaled loss.
+          grad_set: the set of gradients.
           hyperparams: the hyperparameters of this step. Initial state may depend on them.
-          finite_check_done: whether GradScaler has checked all gradients for infinities.
           transaction: the transaction of the step.
 
         Returns:
           The bound executables, or an empty list if the step must start over: a signal handler has changed the optimizer, or XLA
           materializes the values of rows whose gradients are read by address.
         """
-        values, key = self._hyperparam_table.values_by_row(hyperparams), (with_grad, extra, scaled, finite_check_done)
-        finite_check_done = finite_check_done and self._max_grad_norm is None  # a norm shows infinities too, so one program serves both
-        on_device: dict[torch.device, list[tuple[ParamRecord, int]]] = {}
+        values, key = self._hyperparam_table.values_by_row(hyperparams), grad_set
+        if self._max_grad_norm is not None:  # a norm shows infinities too, so one program serves both
+            grad_set = grad_set._replace(finite_check_done=False)
+        by_device = self._leaves_by_device(grad_set.with_grad)
+        leaves = [[leaf for leaf, _ in part] for part in by_device]
+        prefetched = self._prefetch_initial_state([leaf for part in leaves for leaf in part], values)
+        addressed = self._may_address_grads(grad_set)
+        chunks = [list(self._chunk(self._make_operands(part, values, addressed))) for part in by_device]
+        stream_forks = _compile_stream_forks(chunks, len(hyperparams))
+        executables = self._compile(chunks, grad_set, transaction)
+        if not executables:
+            return []
+        wait(stream_forks)
+        with gc_paused():
+            made_state = [self.states.ensure_state(part, values, prefetched) for part in leaves]
+        self.has_new_state = any(made_state)
+        launches = self._bind(chunks, iter(executables))
+        if len(self.bound_by_grad_set) == _MAX_GRAD_SETS:
+            del self.bound_by_grad_set[next(iter(self.bound_by_grad_set))]
+        self.bound_by_grad_set[key] = launches
+        return launches
+
+    def _leaves_by_device(self, with_grad: Sequence[int]) -> list[list[tuple[ParamRecord, int]]]:
+        """Return the parameters with a gradient, each with the position of its gradient, in one list for each device.
+
+        Raises:
+          ValueError: something needs the parameters of several devices together.
+        """
+        by_device: dict[torch.device, list[tuple[ParamRecord, int]]] = {}
         for position, i in enumerate(with_grad):
-            on_device.setdefault(self._trainable[i].device, []).append((self._trainable[i], position))
-        if len(on_device) > 1:
-            joint_sets = [unit for part in on_device.values() for unit in self.states.group_by_joint_set([leaf for leaf, _ in part])]
-            check_devices(self._cls_name, on_device, self._max_grad_norm is not None, len(joint_sets) > len(set(joint_sets)))
-        apart = self._max_grad_norm is None and (finite_check_done or not scaled)
-        addressed = not self._has_few_elements and (apart or is_worth_streaming(self._streamable_elements))
-        leaves = [leaf for part in on_device.values() for leaf, _ in part]
-        prefetched = self._prefetch_initial_state(leaves, values)
-        chunks_by_device = [list(self._chunk(self._make_operands(part, values, addressed))) for part in on_device.values()]
-        firsts = [part[0][0].leaves[0] for part in chunks_by_device if len(part) > 1]
-        stream_forks = [
-            submit(streams.compile_fork, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"
-        ]
+            by_device.setdefault(self._trainable[i].device, []).append((self._trainable[i], position))
+        if len(by_device) > 1:
+            joint_sets = [unit for part in by_device.values() for unit in self.states.group_by_joint_set([leaf for leaf, _ in part])]
+            check_devices(self._cls_name, by_device, self._max_grad_norm is not None, len(joint_sets) > len(set(joint_sets)))
+        return list(by_device.values())
+
+    def _may_address_grads(self, grad_set: GradSet) -> bool:
+        """Return whether programs may read gradients of buckets by address."""
+        needs_no_stats = self._max_grad_norm is None and (grad_set.finite_check_done or not grad_set.has_loss_scale)
+        return not self._has_few_elements and (needs_no_stats or is_worth_streaming(self._streamable_elements))
+
+    def _compile(
+        self, chunks: Sequence[Sequence[Sequence[ProgramOperand]]], grad_set: GradSet, transaction: Transaction
+    ) -> list[executable.UpdateExecutable]:
+        """Return the executable of each chunk; an empty list if the step must start over."""
         before = self._cache.info.compilations
         with gc_paused(), transaction.interruptible():
-            executables = self._get_executables(
-                [tile for part in chunks_by_device for tile in part], chunks_by_device, extra, scaled, finite_check_done
-            )
+            executables = self._get_executables(chunks, grad_set)
         if self.is_outdated:
             return []
         if not self._materializes_rows and any(program.materializes_rows for program in executables):
             self._materializes_rows = True
             return []
-        programs = iter(executables)
         self._hyperparam_table.held_trace.clear()
-        blocks = [block for part in chunks_by_device for tile in part for block in tile]
-        leaf_plans = [(list(map(_name, block.leaves)), block.leaf_plan) for block in blocks]
-        recompile_inputs = RecompileInputs(leaf_plans, self._max_grad_norm is not None, scaled, finite_check_done, extra)
-        self._cache.record_miss(recompile_inputs, self._cache.info.compilations - before)
+        operands = [operand for part in chunks for chunk in part for operand in chunk]
+        leaf_plans = [(list(map(_name, operand.leaves)), operand.leaf_plan) for operand in operands]
+        _, extra, has_loss_scale, finite_check_done = grad_set
+        inputs = RecompileInputs(leaf_plans, self._max_grad_norm is not None, has_loss_scale, finite_check_done, extra)
+        self._cache.record_miss(inputs, self._cache.info.compilations - before)
         if self._cache.info.compilations > before or not self.bound_by_grad_set:
             allocation.release_freed_memory()
-        wait(stream_forks)
-        with gc_paused():
-            given = [self.states.ensure_state([leaf for leaf, _ in part], values, prefetched) for part in on_device.values()]
-        self.has_new_state = any(given)
-        launches = [
-            [
-                BoundExecutable(
-                    tile,
-                    next(programs),
-                    [self.states.shared_states[unit] for unit in _list_joint_sets(tile)],
-                    self._hyperparam_table.row_offsets,
-                )
-                for tile in part
-            ]
-            for part in chunks_by_device
-        ]
+        return executables
+
+    def _bind(
+        self, chunks: Sequence[Sequence[Sequence[ProgramOperand]]], executables: Iterator[executable.UpdateExecutable]
+    ) -> list[list[BoundExecutable]]:
+        """Return the bound executable of each chunk, by device."""
+        launches = [[self._bound(chunk, next(executables)) for chunk in part] for part in chunks]
         for part in launches:
             self._attach_streaming_stats(part)
-        if len(self.bound_by_grad_set) == _MAX_GRAD_SETS:
-            del self.bound_by_grad_set[next(iter(self.bound_by_grad_set))]
-        self.bound_by_grad_set[key] = launches
         return launches
+
+    def _bound(self, operands: Sequence[ProgramOperand], program: Any) -> BoundExecutable:
+        shared = [self.states.shared_states[joint_set] for joint_set in _list_joint_sets(operands)]
+        return BoundExecutable(operands, program, shared, self._hyperparam_table.row_offsets)
 
     def _prefetch_initial_state(
         self, leaves: Sequence[ParamRecord], values: Sequence[Sequence[float]]
@@ -229,16 +251,15 @@ class LaunchCache:
             [(leaf, position) for position, leaf in enumerate(leaves)], values, addressed=False, grads_as_arguments=True
         )
         with gc_paused():
-            program = compile_program(blocks, self._make_plan(blocks, extra, False, False, False, ahead=False))
+            plan = self._make_plan(blocks, GradSet(tuple(with_grad), extra), is_one_of_several=False, streams_stats=False)
+            program = compile_program(blocks, plan)
         if self.is_outdated:
             return None
         self._hyperparam_table.held_trace.clear()
         allocation.release_freed_memory()
         with gc_paused():
             self.has_new_state = self.states.ensure_state(leaves, values)
-        launch = BoundExecutable(
-            blocks, program, [self.states.shared_states[unit] for unit in _list_joint_sets(blocks)], self._hyperparam_table.row_offsets
-        )
+        launch = self._bound(blocks, program)
         launch.prepare()
         return launch
 
@@ -348,21 +369,16 @@ class LaunchCache:
             yield [operands[position] for position in positions]
 
     def _get_executables(
-        self,
-        chunks: Sequence[Sequence[ProgramOperand]],
-        on_device: Sequence[Sequence[object]],
-        extra: ExtraArgsSpec,
-        scaled: bool,
-        finite_check_done: bool,
+        self, chunks_by_device: Sequence[Sequence[Sequence[ProgramOperand]]], grad_set: GradSet
     ) -> list[executable.UpdateExecutable]:
-        several = [len(part) > 1 for part in on_device for _ in part]
         plans: dict[_ExecutableKey, update.UpdatePlan] = {}
         keys = []
-        for tile, is_part in zip(chunks, several, strict=True):
-            kinds = tuple(id(block.leaf_plan) for block in tile)  # equal plans are one object
-            keys.append((kinds, tile[0].leaves[0].device, extra, scaled, finite_check_done, is_part))
-            if keys[-1] not in self._executables or _list_joint_sets(tile):
-                plans[keys[-1]] = self._make_plan(tile, extra, scaled, finite_check_done, is_part)
+        for part in chunks_by_device:
+            for chunk in part:
+                kinds = tuple(id(operand.leaf_plan) for operand in chunk)  # equal plans are one object
+                keys.append((kinds, chunk[0].leaves[0].device, *grad_set[1:], len(part) > 1))
+                if keys[-1] not in self._executables or _list_joint_sets(chunk):
+                    plans[keys[-1]] = self._make_plan(chunk, grad_set, len(part) > 1)
         try:
             self._executables |= zip(plans, self._cache.get_executables(list(plans.values())), strict=True)
         except TypeError as error:
@@ -383,14 +399,16 @@ class LaunchCache:
         )
 
     def _make_plan(
-        self,
-        chunk: Sequence[ProgramOperand],
-        extra: ExtraArgsSpec,
-        scaled: bool,
-        finite_check_done: bool,
-        is_one_of_several: bool,
-        ahead: bool = True,
+        self, chunk: Sequence[ProgramOperand], grad_set: GradSet, is_one_of_several: bool, streams_stats: bool = True
     ) -> update.UpdatePlan:
+        """Return the plan of a chunk.
+
+        Args:
+          chunk: the operands.
+          grad_set: the set of gradients.
+          is_one_of_several: whether other programs update other parameters of the device.
+          streams_stats: whether large gradients may be read before the first launch.
+        """
         leaves = [leaf for block in chunk for leaf in block.leaves]
         shared = tuple(
             self.states.shared_signature(unit, [leaf for leaf in leaves if self.states.joint_set_of(leaf) == unit])
@@ -405,11 +423,11 @@ class LaunchCache:
             self._hyperparam_table.vector_length,
             skeleton,
             shared,
-            extra,
-            scaled,
-            finite_check_done,
+            *grad_set[1:],
         )
-        ahead = ahead and plan.needs_global_stats and plan.device.platform == "cpu" and is_worth_streaming(self._streamable_elements)
+        ahead = (
+            streams_stats and plan.needs_global_stats and plan.device.platform == "cpu" and is_worth_streaming(self._streamable_elements)
+        )
         return replace(plan, stats_precomputed=is_one_of_several and plan.needs_global_stats, has_streaming_stats=ahead)
 
     def rebind(self, launches: Sequence[BoundExecutable]) -> None:
@@ -444,6 +462,12 @@ class LaunchCache:
         if updated:
             error.add_note(f"This step has updated {updated} and no other parameter.")
         return bool(lost)
+
+
+def _compile_stream_forks(chunks: Iterable[Sequence[Sequence[ProgramOperand]]], num_hyperparams: int) -> list[Future[None]]:
+    """Begin to compile what divides the executables of a device among streams, where there are several executables."""
+    firsts = [part[0][0].leaves[0] for part in chunks if len(part) > 1]
+    return [submit(streams.compile_fork, num_hyperparams, device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
 
 
 def _list_joint_sets(operands: Iterable[ProgramOperand]) -> list[int]:
