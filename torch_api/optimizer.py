@@ -477,7 +477,8 @@ class OptaxOptimizer(SelectorOptimizer):
         except BaseException as error:
             transaction.rollback(error)
             raise
-        transaction.commit()
+        if self._state_access.may_be_referenced:
+            transaction.commit()
         if search is not None and search.error is not None:
             restore_values(transaction.snapshots)
             raise search.error

@@ -10,13 +10,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._ir.types import Array
+from bridge._ir.types import Array, PyTree
 from bridge._memory.address_space import AddressedRows
 
 from .chunking import MIN_LARGE_ELEMENTS
@@ -74,7 +74,7 @@ class _Leaves:
 
 def update(
     plan: UpdatePlan,
-    arguments: UpdateArguments[Any],
+    arguments: UpdateArguments[jax.Array],
     grads: Sequence[jax.Array | AddressedRows],
     fused: bool = True,
     is_outlined: bool = False,
@@ -116,7 +116,7 @@ def update(
     return UpdateResults(new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token])
 
 
-def _by_leaf(plan: UpdatePlan, arguments: UpdateArguments[Any], grads: Sequence[jax.Array | AddressedRows]) -> _Leaves:
+def _by_leaf(plan: UpdatePlan, arguments: UpdateArguments[jax.Array], grads: Sequence[jax.Array | AddressedRows]) -> _Leaves:
     """Return the arguments of a program by leaf."""
     donated, read, state = iter(arguments.params), iter(arguments.copied_back), iter(arguments.state)
     masks, row_flags = _row_flags(plan, arguments.masks, arguments.active_rows)
@@ -267,9 +267,9 @@ def _slice_row(vector: jax.Array, start: jax.Array, width: int) -> jax.Array:
     return jax.lax.dynamic_slice(vector, (start,), (width,))
 
 
-def update_step(plan: UpdatePlan, *arguments: Any) -> tuple[Sequence[Array], ...]:
+def update_step(plan: UpdatePlan, *arguments: PyTree) -> tuple[Sequence[Array], ...]:
     """Run `update` on arguments in the order of `UpdateArguments`: the program of a step."""
-    given = UpdateArguments[Any](*arguments)
+    given = UpdateArguments[jax.Array](*arguments)
     return tuple(update(plan, given, stack_grads(plan, given.grads), is_outlined=plan.device.platform == "cpu"))
 
 

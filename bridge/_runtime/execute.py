@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter, methodcaller
 from typing import Generic, NamedTuple, TypeVar
 
@@ -86,44 +87,45 @@ def run(launches: Sequence[_L], inputs: StepInputs, completed: list[_L]) -> Step
     # A norm over all gradients must be known before the first update; else an executable runs while the next call is prepared.
     batches = (launches,) if launches[0].executable.plan.stats_precomputed else zip(launches)
     with in_flight, enable_x64(True) if has_default_settings(read_settings(jax.config)) else overridden_settings(), torch.no_grad():
-        step = _Step(launches, inputs, in_flight)
+        hyperparams, worker_streams = inputs.hyperparams, []
+        if not in_flight.on_cpu:
+            hyperparams = _hyperparams_on_device(hyperparams.tobytes(), device)
+        elif len(launches) > 1:
+            hyperparams, (in_flight.saved_stream, *worker_streams) = streams.fork_streams(hyperparams, device)
+        reader = in_flight.streaming_stats = launches[0].streaming_stats
+        stats = _NO_STATS if reader is None else reader(inputs.grads, inputs.loss_scale)
+        operands, elements = (list(inputs.extra_args), list(inputs.loss_scale)), sum(map(_elements, launches))
+        step = _Step(in_flight, device, len(launches) == 1, elements, inputs.grads, hyperparams, operands, stats, worker_streams)
         for batch in batches:
             for launch, gradients in zip(batch, step.prepare(batch), strict=True):
                 step.call(launch, gradients)
     return StepResult(in_flight.moved, step.skip_counts)
 
 
+@dataclass(slots=True)
 class _Step(Generic[_L]):
-    """One step on one device: what its calls have in common, and what one call leaves for the next."""
+    """One step on one device: what its calls have in common, and what one call leaves for the next.
 
-    __slots__ = (
-        "device",
-        "elements",
-        "grads",
-        "hyperparams",
-        "in_flight",
-        "is_inline",
-        "skip_counts",
-        "stats",
-        "stream_events",
-        "trailing_operands",
-        "worker_streams",
-    )
+    is_inline: whether the only executable runs in this thread.
+    elements: the number of elements that all executables update.
+    trailing_operands: the extra arguments, and the loss scale.
+    stats: the statistics of the gradients that have been read.
+    worker_streams: the execution streams of several executables.
+    stream_events: on a GPU what a program waits for.
+    skip_counts: with a loss scale the new count of skipped updates.
+    """
 
-    def __init__(self, launches: Sequence[_L], inputs: StepInputs, in_flight: InFlight[_L]) -> None:
-        self.device, self.grads, self.in_flight = launches[0].executable.plan.device, inputs.grads, in_flight
-        self.is_inline, self.elements = len(launches) == 1, sum(map(_elements, launches))
-        self.trailing_operands = list(inputs.extra_args), list(inputs.loss_scale)
-        self.skip_counts: list[jax.Array] = []
-        self.stream_events: list[jax.Array] = []
-        self.worker_streams: list[int] = []
-        self.hyperparams: Argument = inputs.hyperparams
-        if not in_flight.on_cpu:
-            self.hyperparams = _hyperparams_on_device(inputs.hyperparams.tobytes(), self.device)
-        elif not self.is_inline:
-            self.hyperparams, (in_flight.saved_stream, *self.worker_streams) = streams.fork_streams(inputs.hyperparams, self.device)
-        in_flight.streaming_stats = launches[0].streaming_stats
-        self.stats: Argument = _NO_STATS if in_flight.streaming_stats is None else in_flight.streaming_stats(self.grads, inputs.loss_scale)
+    in_flight: InFlight[_L]
+    device: Device
+    is_inline: bool
+    elements: float
+    grads: Sequence[torch.Tensor]
+    hyperparams: Argument
+    trailing_operands: tuple[list[Argument], list[jax.typing.ArrayLike]]
+    stats: Argument
+    worker_streams: list[int]
+    stream_events: list[jax.Array] = field(default_factory=list[jax.Array])
+    skip_counts: list[jax.Array] = field(default_factory=list[jax.Array])
 
     def prepare(self, batch: Sequence[_L]) -> list[Sequence[Argument]]:
         """Make everything ready that the calls of a batch read. Return the gradients of each as arguments."""

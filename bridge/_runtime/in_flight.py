@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import attrgetter, methodcaller
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -39,6 +40,13 @@ MAX_RESULT_PADDING = 256  # the most bytes of padding between two results in mem
 _L = TypeVar("_L", bound=Launch)
 
 
+# Tensors that results are copied into, the order of their dimensions, the results; tensors of state that the user has assigned, and
+# the tensors that hold their new values.
+CopiedBack: TypeAlias = tuple[
+    Sequence[torch.Tensor], Sequence[tuple[int, ...] | None], Sequence[jax.Array], Sequence[torch.Tensor], Sequence[torch.Tensor]
+]
+
+
 class PendingResults(NamedTuple):
     """The results of one call that are not in the tensors yet.
 
@@ -52,50 +60,41 @@ class PendingResults(NamedTuple):
     buffers: Sequence[JaxBuffer]
     arrays: Sequence[jax.Array]
     scalars: tuple[Sequence[ScalarVector | ScalarResult], Sequence[jax.Array]]
-    copied_back: tuple[
-        Sequence[torch.Tensor], Sequence[tuple[int, ...] | None], Sequence[jax.Array], Sequence[torch.Tensor], Sequence[torch.Tensor]
-    ]
+    copied_back: CopiedBack
 
 
+@dataclass(slots=True, eq=False)
 class InFlight(Generic[_L]):
-    """A context manager from the first donation until all results are where torch reads them."""
+    """A context manager from the first donation until all results are where torch reads them.
 
-    __slots__ = (
-        "completed",
-        "copied_result_bytes",
-        "gradient_copies",
-        "launches",
-        "may_fail",
-        "moved",
-        "on_cpu",
-        "pending_results",
-        "saved_stream",
-        "streaming_stats",
-        "write_back_arguments",
-    )
+    launches: what is called, in order.
+    completed: receives each launch whose results are in the tensors, also if an error is raised.
+    on_cpu: whether the executables run on a CPU.
+    copied_result_bytes: the bytes that the calls allocate for results which are copied.
+    may_fail: whether an executable may fail while it runs.
+    pending_results: the results of each call.
+    copied_back: for each call that has ended, the arguments of `write_back`.
+    gradient_copies: copies of gradients that are read by address.
+    moved: whether a result has another address than the buffer that was donated for it.
+    streaming_stats: reads gradients, which must stay alive until it has finished.
+    saved_stream: the thread's execution stream, to restore.
+    """
 
-    def __init__(
-        self, launches: Sequence[_L], completed: list[_L], on_cpu: bool, copied_result_bytes: int = 0, may_fail: bool = False
-    ) -> None:
-        """Args:
-        launches: what is called, in order.
-        completed: receives each launch whose results are in the tensors, also if an error is raised.
-        on_cpu: whether the executables run on a CPU.
-        copied_result_bytes: the bytes that the calls allocate for results which are copied.
-        may_fail: whether an executable may fail while it runs.
-        """
-        if _process._forked:
-            raise_if_forked()
-        self.launches, self.completed, self.on_cpu = launches, completed, on_cpu
-        self.copied_result_bytes, self.may_fail = copied_result_bytes, may_fail
-        self.pending_results: list[PendingResults] = []
-        self.write_back_arguments: tuple[list[Any], ...] = [], [], [], [], []  # the arguments of `write_back`
-        self.gradient_copies: list[list[torch.Tensor]] = []  # copies of gradients that are read by address
-        self.moved = False
-        self.streaming_stats: StreamingStats | None = None  # reads gradients, which must stay alive until it has finished
-        self.saved_stream: int | None = None  # the thread's execution stream, to restore
+    launches: Sequence[_L]
+    completed: list[_L]
+    on_cpu: bool
+    copied_result_bytes: int = 0
+    may_fail: bool = False
+    pending_results: list[PendingResults] = field(default_factory=list[PendingResults])
+    copied_back: list[CopiedBack] = field(default_factory=list[CopiedBack])
+    gradient_copies: list[list[torch.Tensor]] = field(default_factory=list[list[torch.Tensor]])
+    moved: bool = False
+    streaming_stats: StreamingStats | None = None
+    saved_stream: int | None = None
 
     def __enter__(self) -> InFlight[_L]:
+        if _process._forked:
+            raise_if_forked()
         if self.copied_result_bytes:
             try:  # XLA allocates it only after donation; here a failure changes nothing
                 np.empty(self.copied_result_bytes, np.uint8)
@@ -143,8 +142,7 @@ class InFlight(Generic[_L]):
             for current in pending:
                 launch, (tokens, memories, arrays, scalars, copied) = current
                 try:  # the addresses are known before the program ends, so compare them while it runs
-                    if list(map(_pointer, arrays)) != list(map(_address, memories)):
-                        self.moved |= has_moved(memories, arrays)
+                    self.moved |= has_moved(memories, arrays)
                 finally:
                     if self.on_cpu:  # as `wait_for` does, without its check of the device
                         for token in tokens:
@@ -157,8 +155,7 @@ class InFlight(Generic[_L]):
                     else:
                         cells.write(vector)
                 self.completed.append(launch)
-                for results, new in zip(self.write_back_arguments, copied, strict=True):
-                    results += new
+                self.copied_back.append(copied)
         except BaseException:
             if current is not None:
                 self._finish_after_failure(current, pending)
@@ -172,8 +169,19 @@ class InFlight(Generic[_L]):
                 if self.streaming_stats is not None:
                     self.streaming_stats.finish_reading()
             finally:
-                if self.write_back_arguments[0] or self.write_back_arguments[3]:
-                    write_back(*self.write_back_arguments, on_cpu=self.on_cpu)
+                into: list[torch.Tensor] = []
+                dim_orders: list[tuple[int, ...] | None] = []
+                results: list[jax.Array] = []
+                user_tensors: list[torch.Tensor] = []
+                their_mirrors: list[torch.Tensor] = []
+                for tensors, orders, arrays, mirrored, mirrors in self.copied_back:
+                    into += tensors
+                    dim_orders += orders
+                    results += arrays
+                    user_tensors += mirrored
+                    their_mirrors += mirrors
+                if into or user_tensors:
+                    write_back(into, dim_orders, results, user_tensors, their_mirrors, on_cpu=self.on_cpu)
 
     def _finish_after_failure(self, failed: tuple[_L, PendingResults], others: Iterable[tuple[_L, PendingResults]]) -> None:
         """Wait for the calls after a failed one, and delete results of all these that hold an error: later calls would pass it on."""
@@ -183,8 +191,7 @@ class InFlight(Generic[_L]):
                 for cells, vector in zip(*scalars, strict=True):
                     cells.write(vector)
                 self.completed.append(launch)
-                for results, new in zip(self.write_back_arguments, copied, strict=True):
-                    results += new
+                self.copied_back.append(copied)
             except Exception:  # noqa: BLE001 - the first error is already being raised
                 _delete_errors(arrays)
             self.moved |= has_moved(
@@ -207,4 +214,6 @@ def has_moved(memories: Sequence[JaxBuffer], arrays: Sequence[jax.Array]) -> boo
     XLA copies a donated buffer that somebody else references, such as a NumPy view of an array from `jax.live_arrays()`. Tensors over
     the buffer must then be rebound.
     """
+    if list(map(_pointer, arrays)) == list(map(_address, memories)):
+        return False
     return any(memory.address != _pointer(array) and array.size for memory, array in zip(memories, arrays, strict=True))

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ _LOCK_TIMEOUT_SECONDS = 0.1  # between two checks for signals while another thre
 _locks: dict[Hashable, threading.RLock] = {}
 
 
+@dataclass(slots=True, eq=False)
 class Transaction:
     """A context manager for changes of memory that torch, other threads and other optimizers read: all of it changes, or nothing.
 
@@ -40,14 +42,13 @@ class Transaction:
       devices: the devices whose memory changes, in an order that is the same for all transactions.
     """
 
-    __slots__ = ("_deferred_signals", "_handlers", "_held_locks", "_interruptible", "devices")
-
-    def __init__(self, devices: Sequence[Hashable]) -> None:
-        self.devices = devices
-        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-        self._deferred_signals: list[tuple[int, FrameType | None]] = []
-        self._held_locks: list[threading.RLock] = []
-        self._interruptible = False
+    devices: Sequence[Hashable]
+    _handlers: dict[int, Callable[[int, FrameType | None], object]] = field(
+        default_factory=dict[int, Callable[[int, FrameType | None], object]]
+    )
+    _deferred_signals: list[tuple[int, FrameType | None]] = field(default_factory=list[tuple[int, FrameType | None]])
+    _held_locks: list[threading.RLock] = field(default_factory=list[threading.RLock])
+    _interruptible: bool = False
 
     def __enter__(self) -> Transaction:
         try:

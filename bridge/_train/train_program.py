@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +192,8 @@ def _train_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], argu
     if task.plan.device.platform == "cpu":
         grads = barrier(grads)  # otherwise XLA copies a donated parameter that the gradient of its layer's input reads
     with _line_search(task, columns, batch, seed):
-        given = UpdateArguments(params, state, scalars, kept, [], masks, numbers, offsets, live, further, [], _NO_STATS, [])
+        stats = cast(jax.Array, _NO_STATS)
+        given = UpdateArguments(params, state, scalars, kept, [], masks, numbers, offsets, live, further, [], stats, [])
         with default_promotion():
             new = update(task.plan, given, grads, fused=False)
     new_params, new_state, new_scalars, new_kept, _, [token] = new

@@ -17,7 +17,7 @@ Views Watch Window _Flight _Forward _Kind _Known _Place _Program _Recorded _Tran
 AHEAD BESIDE EQUALS FEWEST GATHERED IN_TORCH LOOPED ON_ONE_CORE SINGLY_ON TRACE VALUE_FN
 _LITTLE _OTHERS
 
-abstract active alike anew arrangement at_once begin begin_eager begins begun begun_early behind_torch beside between by_bits by_program
+abstract active alike anew arrangement at_once begin_eager begins begun begun_early behind_torch beside between by_bits by_program
 calls_back cannot_own caster check_apart consequences counts_holders cut_off decayed decide decisive differs divided eager ends_before
 evenly everything family fewer follow followed for_each found_by found_in fuses give given_up glance gradient_once halved hooked
 in_any_order in_parts in_rows in_turn inlined is_looped is_ragged keeps_elements landing looked_at measure near near_and_all no_graph

@@ -76,12 +76,12 @@ JAX = [
 
 
 def unpaired():
-    return bridge._transforms.lookahead.unpaired(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    return bridge._transforms.lookahead.over_plain_params(optax.lookahead(optax.sgd(0.1), 5, 0.5))
 
 
 def with_another_mask():
     state = bridge.select(optax.sgd(0.1), "head.*").init(TREE)
-    return bridge._transforms.masking._restored(state.labels, {"elements": {"['head']['weight']": np.ones((2, 3), bool)}})
+    return bridge._transforms.masking._labels_from_state_dict(state.labels, {"elements": {"['head']['weight']": np.ones((2, 3), bool)}})
 
 
 def other_parameters(tx):

@@ -213,7 +213,7 @@ class LaunchCache:
             self._attach_streaming_stats(part)
         return launches
 
-    def _bound(self, operands: Sequence[ProgramOperand], program: Any) -> BoundExecutable:
+    def _bound(self, operands: Sequence[ProgramOperand], program: executable.UpdateExecutable) -> BoundExecutable:
         shared = [self.states.shared_states[joint_set] for joint_set in _list_joint_sets(operands)]
         return BoundExecutable(operands, program, shared, self._hyperparam_table.row_offsets)
 

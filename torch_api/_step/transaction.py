@@ -111,9 +111,8 @@ class StepTransaction:
         return launch_cache.is_outdated or bool(self.optimizer._swap.swapped_by)
 
     def commit(self) -> None:
-        """Finish a step whose results are in the tensors."""
-        if self.optimizer._state_access.may_be_referenced:
-            self.optimizer._stop_watching_if_unreferenced(self._access_count)
+        """Finish a step whose results are in the tensors. A step that nobody watches the state for needs no call."""
+        self.optimizer._stop_watching_if_unreferenced(self._access_count)
 
     def rollback(self, error: BaseException) -> None:
         """Undo a step that has failed, as far as possible: all tensors get valid memory, and those with a snapshot their old values.

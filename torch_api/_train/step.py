@@ -266,7 +266,8 @@ class JaxTrainStep:
             self._rollback(transaction, error, bound)
             raise
         self._finish(bound, updates)
-        transaction.commit()
+        if optimizer._state_access.may_be_referenced:
+            transaction.commit()
         return (result.loss, forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
 
     def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult) -> None:
@@ -385,7 +386,7 @@ class JaxTrainStep:
                 with transaction.locks.interruptible():
                     loss_jaxpr = trace_loss(self.module, self.loss_fn, self.has_aux, self._module_guard, batch)
                 self._loss_jaxprs[key] = loss_jaxpr
-                if transaction.is_outdated(self.optimizer._launch_cache):
+                if self._launch_cache is None or transaction.is_outdated(self._launch_cache):
                     return None
             self._loss_by_signature[batch.signature] = loss_jaxpr
         return loss_jaxpr

@@ -355,7 +355,7 @@ def test_x64_decides_about_64_bit_types():
 
 
 def test_number_of_programs_is_bounded(monkeypatch):
-    monkeypatch.setattr(bridge._autograd.jax_function, "_PROGRAMS_KEPT", 3)
+    monkeypatch.setattr(bridge._autograd.jax_function, "_MAX_PROGRAMS", 3)
     fn = Counted(lambda x, n: x * n)
     f = bridge.jax_function(fn)
     for n in range(5):

@@ -187,7 +187,9 @@ def test_train_step_and_eager_steps_alternate():
 
 def test_gradient_in_the_wrong_row_is_detected(monkeypatch):
     """The comparison above can fail."""
-    monkeypatch.setattr(bound_executable.ProgramOperand, "grad_arguments", property(lambda self: [(p, None) for p in self.positions[::-1]]))
+    monkeypatch.setattr(
+        bound_executable.ProgramOperand, "grad_arguments", property(lambda self: [(p, None) for p in self.grad_positions[::-1]])
+    )
     with pytest.raises(AssertionError):
         compare_with_unbucketed(MAKE["AdamW"], parameters())
 

@@ -96,8 +96,8 @@ def test_operation_matches_torch(name, function, specs, dtype):
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda x: x.sum(0) * (1 + 1e-4 * isinstance(x, bridge._tracing.tensor.Traced)),
-        lambda x: x.sum(0) + (x.detach() - x).sum(0) * isinstance(x, bridge._tracing.tensor.Traced),
+        lambda x: x.sum(0) * (1 + 1e-4 * isinstance(x, bridge._tracing.tensor.TracedTensor)),
+        lambda x: x.sum(0) + (x.detach() - x).sum(0) * isinstance(x, bridge._tracing.tensor.TracedTensor),
     ],
     ids=["value", "gradient"],
 )
