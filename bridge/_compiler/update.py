@@ -97,10 +97,10 @@ def update(
         stats = plan_grad_stats(plan, grads, leaves.masks, leaves.row_flags, arguments.loss_scaling, stats)
     scale, skip, skipped = clip_and_skip(plan.clip, arguments.hyperparams[ONES], arguments.loss_scaling, stats)
     common = Common(ones, scale, skip, list(arguments.extra))
-    alike = _equal_leaves(plan, leaves)
-    first = [i for positions in alike.values() for i in positions]
+    positions_by_plan = _equal_leaves(plan, leaves)
+    first = [i for positions in positions_by_plan.values() for i in positions]
     values = _scalar_rows(plan, arguments.hyperparams, arguments.row_offsets, first, is_outlined)
-    results = _update_separate_leaves(plan, leaves, alike, values, common, fused)
+    results = _update_separate_leaves(plan, leaves, positions_by_plan, values, common, fused)
     columns = Columns(leaves.params, leaves.state, cast(Sequence[jax.Array], grads), leaves.masks, values)
     way = Way(fused, is_outlined) if plan.device.platform == "cpu" else None
     new_shared, together = _update_joint_sets(plan, columns, leaves.shared_state, common, way)
@@ -126,24 +126,24 @@ def _by_leaf(plan: UpdatePlan, arguments: UpdateArguments[jax.Array], grads: Seq
 
 def _equal_leaves(plan: UpdatePlan, leaves: _Leaves) -> dict[tuple[LeafPlan, bool], list[int]]:
     """Return the positions of the leaves outside of joint sets, by their plan and whether they have no element mask."""
-    alike: dict[tuple[LeafPlan, bool], list[int]] = {}
+    positions_by_plan: dict[tuple[LeafPlan, bool], list[int]] = {}
     for position, leaf in enumerate(plan.leaves):
         if leaf.transform.joint_set is None:
-            alike.setdefault((leaf, leaves.masks[position] is None), []).append(position)
-    return alike
+            positions_by_plan.setdefault((leaf, leaves.masks[position] is None), []).append(position)
+    return positions_by_plan
 
 
 def _update_separate_leaves(
     plan: UpdatePlan,
     leaves: _Leaves,
-    alike: dict[tuple[LeafPlan, bool], list[int]],
+    positions_by_plan: dict[tuple[LeafPlan, bool], list[int]],
     values: Sequence[Value],
     common: Common,
     fused: bool,
 ) -> dict[int, _Result]:
     """Return the results of the leaves that their transformation updates one by one, by position. Equal leaves share a kernel."""
     kinds: list[KernelClass] = []
-    for (leaf, _), at in alike.items():
+    for (leaf, _), at in positions_by_plan.items():
         problem = plan.update_spec(leaf)
         passes = _leaf_passes(plan, leaf, fused)
         parts = [
@@ -151,11 +151,17 @@ def _update_separate_leaves(
         ]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(
-            KernelClass(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.rows, _size_class(plan, leaf, passes, len(alike)))
+            KernelClass(
+                leaf_update(problem, passes, plan.extra),
+                arrays,
+                scalars,
+                leaf.rows,
+                _size_class(plan, leaf, passes, len(positions_by_plan)),
+            )
         )
     results: dict[int, _Result] = {}
     updated = for_each(kinds, common, plan.device.platform == "cpu")
-    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
+    for kind, ((leaf, _), at), new in zip(kinds, positions_by_plan.items(), updated, strict=True):
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
             flags = leaves.row_flags[i]
             new_p, *columns = result if flags is None or leaf.rows == 1 else _select_active_rows(flags, result, arrays, scalars)

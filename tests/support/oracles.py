@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -124,9 +125,12 @@ def project_frames(call):
         if event == "call" and frame.f_code.co_filename.startswith(packages):
             frames.append((Path(frame.f_code.co_filename).relative_to(root), frame.f_code.co_qualname))
 
+    gc.collect()  # else callbacks of what earlier tests have left may run during the call
+    gc.disable()
     sys.setprofile(watch)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return frames

@@ -207,8 +207,8 @@ def test_gradients_stay_alive_until_they_are_read_even_if_the_step_fails(monkeyp
     before, launch = clones(params), launches(optimizer)[0]
     ends = []
     end = streaming_stats.StreamingStats.finish_reading
-    monkeypatch.setattr(streaming_stats.StreamingStats, "finish_reading", lambda self: ends.append(len(self._found)) or end(self))
-    for form in ("update", "alone"):  # the call of several programs, and that of one
+    monkeypatch.setattr(streaming_stats.StreamingStats, "finish_reading", lambda self: ends.append(len(self._partial_stats)) or end(self))
+    for form in ("update", "inline_executable"):  # the call of several programs, and that of one
         monkeypatch.setattr(launch.executable, form, lambda *_: 1 / 0)
     give(params, 9)
     with pytest.raises(ZeroDivisionError):
