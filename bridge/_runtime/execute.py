@@ -102,7 +102,7 @@ def run(launches: Sequence[_L], inputs: StepInputs, completed: list[_L]) -> Step
     return StepResult(in_flight.moved, step.skip_counts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Step(Generic[_L]):
     """One step on one device: what its calls have in common, and what one call leaves for the next.
 
@@ -124,8 +124,8 @@ class _Step(Generic[_L]):
     trailing_operands: tuple[list[Argument], list[jax.typing.ArrayLike]]
     stats: Argument
     worker_streams: list[int]
-    stream_events: list[jax.Array] = field(default_factory=list[jax.Array])
-    skip_counts: list[jax.Array] = field(default_factory=list[jax.Array])
+    stream_events: list[jax.Array] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    skip_counts: list[jax.Array] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
 
     def prepare(self, batch: Sequence[_L]) -> list[Sequence[Argument]]:
         """Make everything ready that the calls of a batch read. Return the gradients of each as arguments."""

@@ -63,7 +63,7 @@ class PendingResults(NamedTuple):
     copied_back: CopiedBack
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class InFlight(Generic[_L]):
     """A context manager from the first donation until all results are where torch reads them.
 
@@ -85,9 +85,9 @@ class InFlight(Generic[_L]):
     on_cpu: bool
     copied_result_bytes: int = 0
     may_fail: bool = False
-    pending_results: list[PendingResults] = field(default_factory=list[PendingResults])
-    copied_back: list[CopiedBack] = field(default_factory=list[CopiedBack])
-    gradient_copies: list[list[torch.Tensor]] = field(default_factory=list[list[torch.Tensor]])
+    pending_results: list[PendingResults] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    copied_back: list[CopiedBack] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    gradient_copies: list[list[torch.Tensor]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     moved: bool = False
     streaming_stats: StreamingStats | None = None
     saved_stream: int | None = None

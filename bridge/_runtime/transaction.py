@@ -24,7 +24,7 @@ _LOCK_TIMEOUT_SECONDS = 0.1  # between two checks for signals while another thre
 _locks: dict[Hashable, threading.RLock] = {}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # `signal` formats the handler of each signal, and so this object
 class Transaction:
     """A context manager for changes of memory that torch, other threads and other optimizers read: all of it changes, or nothing.
 
@@ -43,11 +43,9 @@ class Transaction:
     """
 
     devices: Sequence[Hashable]
-    _handlers: dict[int, Callable[[int, FrameType | None], object]] = field(
-        default_factory=dict[int, Callable[[int, FrameType | None], object]]
-    )
-    _deferred_signals: list[tuple[int, FrameType | None]] = field(default_factory=list[tuple[int, FrameType | None]])
-    _held_locks: list[threading.RLock] = field(default_factory=list[threading.RLock])
+    _handlers: dict[int, Callable[[int, FrameType | None], object]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    _deferred_signals: list[tuple[int, FrameType | None]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    _held_locks: list[threading.RLock] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     _interruptible: bool = False
 
     def __enter__(self) -> Transaction:

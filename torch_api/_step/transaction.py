@@ -43,7 +43,7 @@ class Optimizer(Protocol):
     def _stop_watching_if_unreferenced(self, access_count: int) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class StepTransaction:
     """One step of an optimizer, as `OptaxOptimizer.step` and `JaxTrainStep` run it.
 
