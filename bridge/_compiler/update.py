@@ -104,7 +104,8 @@ def update(
     columns = Columns(leaves.params, leaves.state, cast(Sequence[jax.Array], grads), leaves.masks, values)
     way = Way(fused, is_outlined) if plan.device.platform == "cpu" else None
     new_shared, together = _update_joint_sets(plan, columns, leaves.shared_state, common, way)
-    ordered = [(results | together)[i] for i in range(len(plan.leaves))]
+    results |= together
+    ordered = [results[i] for i in range(len(plan.leaves))]
     # jax gives each result the first unused donated buffer of its type. So the results that reuse a buffer come first, in
     # the order of their arguments, and those without a donated buffer last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if leaf.inplace]
