@@ -359,7 +359,7 @@ class OptaxOptimizer(SelectorOptimizer):
             for group in self.param_groups:
                 param_groups.check_keys(type(self).__name__, group, self._optimizer_spec_of(group))
             self._group_keys = keys
-        get: Any = dict.get  # faster than the method of `betas.Group`
+        get: Any = dict.get  # faster than the method of `betas.BetasGroup`
         signature: list[object] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
         for group, listed in zip(self.param_groups, self._params_by_group, strict=False):
             params = group["params"]
@@ -581,7 +581,7 @@ class OptaxOptimizer(SelectorOptimizer):
         """Return all traced hyperparameters of this step. They are read from the groups, so the step uses what a scheduler wrote."""
         values = [1.0] * leaf_update.ONES
         values.append(self.max_grad_norm or 0.0)
-        get: Any = dict.get  # faster than the method of `betas.Group`
+        get: Any = dict.get  # faster than the method of `betas.BetasGroup`
         try:
             for source in self._hyperparam_table.rows:
                 group, row, scale = source.group, source.transform, source.lr_scale

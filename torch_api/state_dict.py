@@ -167,7 +167,7 @@ def update_trainable_params(param_groups: Sequence[MutableParamGroup], leaves: S
 
 
 def _take_lr_scale(own: ParamGroup, saved: MutableParamGroup) -> None:
-    """Undo `put_back_lr_scale`. A group saved by torch has no taken `lr_scale`; it then means the same as in the optimizer's own group."""
+    """Undo `restore_lr_scale`. A group saved by torch has no taken `lr_scale`; it then means the same as in the optimizer's own group."""
     if "lr_scale" in saved:
         taken = saved.setdefault(INITIAL_LR_SCALE, own.get(INITIAL_LR_SCALE))
         if taken:

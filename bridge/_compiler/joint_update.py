@@ -54,8 +54,8 @@ class Old(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """The rest of a leaf: its flat array, the old arrays by place, its mask, the function as of `Alike`, which takes those, what else it
-    reads, the mask, and numbers; `key`: equal where that is the same but for the size."""
+    """The elementwise remainder of a leaf: its flat array, the old arrays by place, its mask, the function of a `KernelClass` that takes
+    those, what else it reads, and its scalars. `key` is equal for leaves that differ in size only."""
 
     rest: Rest
     param: Value

@@ -80,7 +80,7 @@ class Passes(NamedTuple):
     """How often a rule is evaluated: once, once more for the parameter, and once more for each array of state from the second on.
 
     `beside`: what is kept beside the state comes with the parameter. `by_type`: results of each type in a loop of their own, as of
-    `loop_order.one_type_each`. `stored`: what is summed up is stored before, as of `bridge._compiler.passes.reductions`.
+    `loop_order.order_loops_by_dtype`. `stored`: what is summed up is stored before, as of `bridge._compiler.passes.reductions`.
     """
 
     evaluations: int

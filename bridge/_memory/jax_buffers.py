@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -260,19 +260,32 @@ def rebind_moved(memory: JaxBuffer) -> JaxBuffer:
     return memory
 
 
-def write_back(
-    tensors: Sequence[torch.Tensor],
-    dim_orders: Sequence[tuple[int, ...] | None],
-    arrays: Sequence[jax.Array],
-    mirrored: Sequence[torch.Tensor],
-    mirrors: Sequence[torch.Tensor],
-    on_cpu: bool,
-) -> None:
-    """Copy flat results into tensors that torch owns, and `mirrors` into `mirrored`, all in one fused call."""
-    into = list(map(torch.Tensor.detach, tensors))
-    for i, dims in enumerate(dim_orders):
-        into[i] = into[i] if dims is None else into[i].permute(dims)
-    foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results_as_tensors(arrays, on_cpu), into), *mirrors])
+class CopiedResults(NamedTuple):
+    """The results of a call that are copied into tensors that torch owns.
+
+    tensors, dim_orders: the tensors, and the order of their dimensions in memory.
+    arrays: their new values, flat.
+    mirrored, mirrors: tensors of state that the user has assigned, and the tensors that have their new values.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    dim_orders: Sequence[tuple[int, ...] | None]
+    arrays: Sequence[jax.Array]
+    mirrored: Sequence[torch.Tensor]
+    mirrors: Sequence[torch.Tensor]
+
+
+def write_back(copied: Sequence[CopiedResults], on_cpu: bool) -> None:
+    """Copy the results of several calls into the tensors, all in one fused call."""
+    into: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for tensors, dim_orders, arrays, mirrored, mirrors in copied:
+        own = list(map(torch.Tensor.detach, tensors))
+        for i, dims in enumerate(dim_orders):
+            own[i] = own[i] if dims is None else own[i].permute(dims)
+        into += [*own, *mirrored]
+        values += [*map(torch.Tensor.view_as, results_as_tensors(arrays, on_cpu), own), *mirrors]
+    foreach_copy_(into, values)
 
 
 def _is_whole_buffer_or_row(memory: JaxBuffer, tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from bridge._compat.torch import foreach_copy_
 from bridge._compat.types import Device
 from bridge._interop.dlpack import torch_stream_token
 from bridge._memory.call_arguments import Argument
+from bridge._memory.jax_buffers import CopiedResults
 from bridge._process import enable_x64, has_default_settings, overridden_settings, read_settings
 from bridge._xla import streams
 
@@ -174,7 +175,7 @@ class _Step(Generic[_L]):
             (scalars, read, gradients, launch.masks, *common),
         )
         new_scalars, new_values, self.skip_counts, tokens = others
-        copied_back = launch.copied_back, launch.copied_back_dim_order, new_values, launch.mirrored, launch.mirrors
+        copied_back = CopiedResults(launch.copied_back, launch.copied_back_dim_order, new_values, launch.mirrored, launch.mirrors)
         pending = in_flight.pending_results
         pending.append(PendingResults(tokens, buffers, arrays, (launch.scalars, new_scalars), copied_back))
         if not in_flight.on_cpu and len(pending) > 1 and not in_flight.may_fail:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import attrgetter, methodcaller
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from bridge import _process
 from bridge._interop.dlpack import order_torch_after
-from bridge._memory.jax_buffers import JaxBuffer, detach_undonated, pinned_buffers, release_pins, write_back
+from bridge._memory.jax_buffers import CopiedResults, JaxBuffer, detach_undonated, pinned_buffers, release_pins, write_back
 from bridge._memory.scalar_vectors import ScalarResult, ScalarVector
 from bridge._process import raise_if_forked
 from bridge._xla import streams
@@ -40,27 +40,20 @@ MAX_RESULT_PADDING = 256  # the most bytes of padding between two results in mem
 _L = TypeVar("_L", bound=Launch)
 
 
-# Tensors that results are copied into, the order of their dimensions, the results; tensors of state that the user has assigned, and
-# the tensors that hold their new values.
-CopiedBack: TypeAlias = tuple[
-    Sequence[torch.Tensor], Sequence[tuple[int, ...] | None], Sequence[jax.Array], Sequence[torch.Tensor], Sequence[torch.Tensor]
-]
-
-
 class PendingResults(NamedTuple):
     """The results of one call that are not in the tensors yet.
 
     tokens: arrays that are ready when the call has ended.
     buffers: the buffers that were donated for `arrays`, the results of the call.
     scalars: scalar vectors, and for each its array of new values.
-    copied_back: the arguments of `write_back` for results that are copied into tensors.
+    copied_back: the results that are copied into tensors.
     """
 
     tokens: list[jax.Array]
     buffers: Sequence[JaxBuffer]
     arrays: Sequence[jax.Array]
     scalars: tuple[Sequence[ScalarVector | ScalarResult], Sequence[jax.Array]]
-    copied_back: CopiedBack
+    copied_back: CopiedResults
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -73,7 +66,7 @@ class InFlight(Generic[_L]):
     copied_result_bytes: the bytes that the calls allocate for results which are copied.
     may_fail: whether an executable may fail while it runs.
     pending_results: the results of each call.
-    copied_back: for each call that has ended, the arguments of `write_back`.
+    copied_back: for each call that has ended, the results that are copied into tensors, if there are any.
     gradient_copies: copies of gradients that are read by address.
     moved: whether a result has another address than the buffer that was donated for it.
     streaming_stats: reads gradients, which must stay alive until it has finished.
@@ -86,7 +79,7 @@ class InFlight(Generic[_L]):
     copied_result_bytes: int = 0
     may_fail: bool = False
     pending_results: list[PendingResults] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
-    copied_back: list[CopiedBack] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    copied_back: list[CopiedResults] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     gradient_copies: list[list[torch.Tensor]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     moved: bool = False
     streaming_stats: StreamingStats | None = None
@@ -144,7 +137,7 @@ class InFlight(Generic[_L]):
                 try:  # the addresses are known before the program ends, so compare them while it runs
                     self.moved |= has_moved(memories, arrays)
                 finally:
-                    if self.on_cpu:  # as `wait_for` does, without its check of the device
+                    if self.on_cpu:  # as `order_torch_after` does, without its check of the device
                         for token in tokens:
                             token.block_until_ready()
                     else:
@@ -155,7 +148,8 @@ class InFlight(Generic[_L]):
                     else:
                         cells.write(vector)
                 self.completed.append(launch)
-                self.copied_back.append(copied)
+                if copied.tensors or copied.mirrored:
+                    self.copied_back.append(copied)
         except BaseException:
             if current is not None:
                 self._finish_after_failure(current, pending)
@@ -169,19 +163,8 @@ class InFlight(Generic[_L]):
                 if self.streaming_stats is not None:
                     self.streaming_stats.finish_reading()
             finally:
-                into: list[torch.Tensor] = []
-                dim_orders: list[tuple[int, ...] | None] = []
-                results: list[jax.Array] = []
-                user_tensors: list[torch.Tensor] = []
-                their_mirrors: list[torch.Tensor] = []
-                for tensors, orders, arrays, mirrored, mirrors in self.copied_back:
-                    into += tensors
-                    dim_orders += orders
-                    results += arrays
-                    user_tensors += mirrored
-                    their_mirrors += mirrors
-                if into or user_tensors:
-                    write_back(into, dim_orders, results, user_tensors, their_mirrors, on_cpu=self.on_cpu)
+                if self.copied_back:
+                    write_back(self.copied_back, self.on_cpu)
 
     def _finish_after_failure(self, failed: tuple[_L, PendingResults], others: Iterable[tuple[_L, PendingResults]]) -> None:
         """Wait for the calls after a failed one, and delete results of all these that hold an error: later calls would pass it on."""
@@ -191,7 +174,8 @@ class InFlight(Generic[_L]):
                 for cells, vector in zip(*scalars, strict=True):
                     cells.write(vector)
                 self.completed.append(launch)
-                self.copied_back.append(copied)
+                if copied.tensors or copied.mirrored:
+                    self.copied_back.append(copied)
             except Exception:  # noqa: BLE001 - the first error is already being raised
                 _delete_errors(arrays)
             self.moved |= has_moved(

@@ -12,7 +12,7 @@ import torch
 from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import torch_stream_token
 from bridge._memory.call_arguments import Argument, as_call_arguments, results_as_tensors
-from bridge._memory.jax_buffers import JaxBuffer, readable_array
+from bridge._memory.jax_buffers import CopiedResults, JaxBuffer, readable_array
 from bridge._memory.scalar_vectors import ScalarResult
 from bridge._process import jax_context
 from bridge._runtime import in_flight, openmp
@@ -61,10 +61,8 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
 
     `completed` is as in `bridge._runtime.execute.run`.
     """
-    room = launch.copied_result_bytes + sum(
-        t.nbytes + in_flight.MAX_RESULT_PADDING for t in arrays.copied_back if program.plan.device.platform == "cpu"
-    )
     on_cpu = program.plan.device.platform == "cpu"
+    room = launch.copied_result_bytes + sum(t.nbytes + in_flight.MAX_RESULT_PADDING for t in arrays.copied_back if on_cpu)
     flight = in_flight.InFlight([launch], completed, on_cpu, room, program.has_callback)
     copied_loss = ScalarResult(program.loss_dtype) if on_cpu else None
     with flight, jax_context():
@@ -98,7 +96,7 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
         into = [*(launch.copied_back if new_kept else ()), *arrays.copied_back]
         order = [*(launch.copied_back_dim_order if new_kept else ()), *arrays.copied_back_order]
         mirrored, mirrors = (launch.mirrored, launch.mirrors) if program.updates else ([], [])
-        copied_back = into, order, [*new_kept, *new_copied], mirrored, mirrors
+        copied_back = CopiedResults(into, order, [*new_kept, *new_copied], mirrored, mirrors)
         flight.pending_results.append(in_flight.PendingResults([token], buffers, new_arrays, scalar_results, copied_back))
         torch.autograd.graph.increment_version(arrays.written_tensors)
     loss = results_as_tensors([loss], False)[0] if copied_loss is None else copied_loss.tensor

@@ -321,7 +321,7 @@ class StateStore:
         views = tuple(leaf.local_values(state_tensors.views).values())
         leaf.local_state = (
             leaf.state_tensors if all(map(is_, views, leaf.state_tensors)) else views
-        )  # one reference to each, as `_is_held` counts
+        )  # one reference to each, as `_is_externally_referenced` counts
         leaf.state_addresses = list(map(_address, leaf.local_state))
         if leaf.state_names:
             self.optimizer_state.setdefault(leaf.param, {}).update(state_tensors.tensors)  # keep the dict: the user may hold it

@@ -75,7 +75,7 @@ class Guards:
         absent = [p for p in rest if p.requires_grad or p.layout is not torch.strided]
         # torch owns this memory, so user code may resize it. The program reads and writes it by address.
         kept = [leaves[i].param for i in with_grad if leaves[i].jax_buffer is None]
-        held = [*grads, *kept]  # with equal strides, sizes and offsets, `tensor_storage.shortage` gives the same answer
+        held = [*grads, *kept]  # with equal strides, sizes and offsets, `tensor_storage.why_unreadable` gives the same answer
         sizes, offsets = list(map(len, map(storage_of, held))), list(map(offset_of, held))
         self._last_step = _LastStep(
             tuple(with_grad), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), sizes, offsets

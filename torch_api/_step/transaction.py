@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from bridge._runtime.transaction import Transaction
@@ -30,13 +29,10 @@ class Optimizer(Protocol):
     _hyperparam_table: HyperparamTable
     _launch_cache: LaunchCache
     _prepared_signature: list[object] | None
-    _records: list[ParamRecord]
     _state_access: StateAccess
     _swap: ParameterSwap
     _trainable: list[ParamRecord]
 
-    def _hyperparams(self) -> np.ndarray: ...
-    def _move_out_of_buckets(self, leaves: Iterable[ParamRecord]) -> bool: ...
     def _rebuild_layout(self) -> None: ...
     def _recompile_signature(self) -> list[object]: ...
     def _state_is_unmodified(self) -> bool: ...
@@ -111,7 +107,7 @@ class StepTransaction:
         return launch_cache.is_outdated or bool(self.optimizer._swap.swapped_by)
 
     def commit(self) -> None:
-        """Finish a step whose results are in the tensors. A step that nobody watches the state for needs no call."""
+        """Finish a step whose results are in the tensors, if `optimizer.state` may be referenced: find out whether it still is."""
         self.optimizer._stop_watching_if_unreferenced(self._access_count)
 
     def rollback(self, error: BaseException) -> None:

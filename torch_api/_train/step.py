@@ -217,24 +217,14 @@ class JaxTrainStep:
         extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
         hyperparams = optimizer._hyperparams()
         key = items.signature, with_grad, extra, updates
-        bound = self._bound_programs.get(key)
-        if bound is not None and any(map(_is_deleted, bound.imported_arrays)):
-            bound = None  # user code deleted arrays of `jax.live_arrays()`
-        self._hits += bound is not None
+        bound = self._get_bound_program(key)
         if bound is None:
             loss_at = next((i for i, x in enumerate(extra_arrays) if x is self._loss_placeholder), None)
             bound = self._bind_program(transaction, forward, with_grad, extra, loss_at, updates, hyperparams)
             if bound is None:
                 return _RETRY
             self._bound_programs[key] = bound
-        launch = bound.launch
-        storages = []  # keeps the storages in place until the call has ended
-        for position, tensor, order, view in bound.per_call_inputs:
-            if view is not None and adoption.align_storage(tensor):
-                self._module_guard.refresh()
-            storages.append(tensor.untyped_storage())
-            tensor = tensor.clone() if view is None and jax_buffers.is_over_jax_buffer(tensor) else tensor  # the program writes this memory
-            (bound.frozen_inputs[position],) = as_call_arguments([tensor], [order]) if view is None else view([tensor.data_ptr()])
+        launch, storages = bound.launch, self._read_inputs(bound)
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.uses_seed else _NO_SEED
         about = (
             bound.donated_buffers,
@@ -247,9 +237,7 @@ class JaxTrainStep:
         written = [*bound.in_place_tensors, *launch.params] if updates else bound.in_place_tensors
         checks_finite = has_nan_checks()
         if bound.program.has_callback or checks_finite:
-            transaction.snapshots += [*launch.snapshot(), *((b, b.detach().clone()) for b in bound.in_place_tensors)]
-        if checks_finite:
-            transaction.snapshots += [(x, x.detach().clone()) for x in _other_written_tensors(bound, self._device)]
+            transaction.snapshots += self._snapshot(bound, checks_finite)
         try:
             result = call.run(
                 bound.program,
@@ -265,10 +253,35 @@ class JaxTrainStep:
                 transaction.completed.clear()  # their parameters get their old values, or have kept them
             self._rollback(transaction, error, bound)
             raise
+        del storages  # the program read them until here
         self._finish(bound, updates)
         if optimizer._state_access.may_be_referenced:
             transaction.commit()
         return (result.loss, forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
+
+    def _get_bound_program(self, key: Hashable) -> BoundTrainProgram | None:
+        """Return the bound program of this kind of call; None if there is none yet, or user code deleted arrays of `jax.live_arrays()`."""
+        bound = self._bound_programs.get(key)
+        if bound is not None and any(map(_is_deleted, bound.imported_arrays)):
+            bound = None
+        self._hits += bound is not None
+        return bound
+
+    def _read_inputs(self, bound: BoundTrainProgram) -> list[torch.UntypedStorage]:
+        """Set the inputs that are read anew in each call. Return their storages, which must live until the call has ended."""
+        storages = []
+        for position, tensor, order, view in bound.per_call_inputs:
+            if view is not None and adoption.align_storage(tensor):
+                self._module_guard.refresh()
+            storages.append(tensor.untyped_storage())
+            tensor = tensor.clone() if view is None and jax_buffers.is_over_jax_buffer(tensor) else tensor  # the program writes this memory
+            (bound.frozen_inputs[position],) = as_call_arguments([tensor], [order]) if view is None else view([tensor.data_ptr()])
+        return storages
+
+    def _snapshot(self, bound: BoundTrainProgram, all_written: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tensors that the call writes, with copies of their values. `all_written`: not only those of the optimizer and buffers."""
+        others = [*bound.in_place_tensors, *(_other_written_tensors(bound, self._device) if all_written else ())]
+        return [*bound.launch.snapshot(), *((x, x.detach().clone()) for x in others)]
 
     def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult) -> None:
         """Bind to the new addresses after results moved."""

@@ -33,7 +33,7 @@ class Rest(NamedTuple):
         """Those of these results that are not known; None where there are none, they need arrays of another size, or other operations.
 
         Args:
-          behind: as `slices` gives it, of the program.
+          behind: as `make_slicer` gives it, of the program.
           known: the variables that are there.
           outputs: of each result its place and its variable.
           size: of a leaf.

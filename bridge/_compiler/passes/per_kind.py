@@ -182,7 +182,7 @@ class _Cut:
 
 
 def _in_shape(closed: ClosedJaxpr, inputs: Sequence[Array], old: tuple[int, ...], new: tuple[int, ...]) -> list[Array]:
-    """The results of a program as of `inlined` for inputs of the shape `new`, where it was traced for `old`."""
+    """The results of a program as of `inline_calls` for inputs of the shape `new`, where it was traced for `old`."""
     jaxpr: Jaxpr = closed.jaxpr
 
     def reshaped(eqn: Eqn, operands: list[Array]) -> list[Array]:

@@ -118,7 +118,7 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
 
         def enter(flight):
             found = real(flight)
-            flight.saved_stream = "none"  # `streams.choose` takes numbers
+            flight.saved_stream = "none"  # `streams.set_stream` takes numbers
             return found
 
         monkeypatch.setattr(in_flight.InFlight, "__enter__", enter)
