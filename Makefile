@@ -23,9 +23,10 @@ check: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
 
 # What takes too long for every change: each operator of torch's database with each kind of samples, most examples, the other half of long
-# lists of cases, the tables of the benchmark, and all of optax from code that LLVM has optimized.
+# lists of cases, the tables of the benchmark, the contract tests in the safe mode, and all of optax from code that LLVM has optimized.
 nightly: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m nightly
+	MASKBRIDGE_SAFE=1 $(BIN)/python -m pytest -n 2 -m "not nightly and not fast_path" tests/contract
 	MASKBRIDGE_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n 2 --dist load tests/torch_api/test_zoo.py
 
 # Whether `make check` catches mistakes that are planted in 24 modules, one at a time. Half an hour on 2 cores.

@@ -228,6 +228,10 @@ def _alignment(facts: Environment) -> Iterator[Finding]:
 
 
 def _fast_paths(facts: Environment) -> Iterator[Finding]:
+    if facts.env.get("MASKBRIDGE_SAFE", "0") not in ("", "0"):
+        text = "MASKBRIDGE_SAFE is set: optimizers use no private names, copy all arguments and results, and are several times slower"
+        yield Finding("fast paths", NOTE, text, "unset it before Python starts")
+        return
     ways = {"import": facts.has_fast_import, "export": facts.has_fast_export}
     slow = [name for name, fast in ways.items() if fast is False]
     if slow:

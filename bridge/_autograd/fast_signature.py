@@ -1,4 +1,4 @@
-"""The fast path of `jax_function`: the key and the addresses of common arguments, computed in one pass.
+"""The fast path of `jax_function`: the key of common arguments, and whether they can be viewed by address, computed in one pass.
 
 Most calls get contiguous or transposed tensors on the CPU, floats and a few static values. A warm call with such arguments runs few lines
 of Python. The general path handles all other arguments, and makes all checks on the first call with each key.
@@ -19,15 +19,15 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses: they 
 _STATIC = frozenset({int, bool, str})  # hashable and immutable; equal values of one type give equal programs
 
 
-# (key, tensors, addresses of the tensors, floats, storages). The key holds everything that decides how a call treats the leaves. The caller
+# (key, tensors, floats, storages). The key holds everything that decides how a call treats the leaves. The caller
 # holds the storages until the call has ended, so that no other thread moves a parameter that the program reads.
-FastSignature = tuple[list[Hashable], list[torch.Tensor], list[int], list[float], list[torch.UntypedStorage]]
+FastSignature = tuple[list[Hashable], list[torch.Tensor], list[float], list[torch.UntypedStorage]]
 
 
 def fast_signature(leaves: Iterable[Any]) -> FastSignature | None:
     """Return the fast signature of the leaves; None if one is not a CPU tensor with readable memory, a float, or a static value."""
     key: list[Hashable] = []
-    tensors, addresses, floats, held = [], [], [], []
+    tensors, floats, held = [], [], []
     try:
         for leaf in leaves:
             kind = type(leaf)
@@ -39,8 +39,6 @@ def fast_signature(leaves: Iterable[Any]) -> FastSignature | None:
                 if address % ALIGNMENT and kind is torch.nn.Parameter:
                     align_storage(leaf)
                     held.append(leaf.untyped_storage())
-                    address = leaf.data_ptr()
-                addresses.append(address)
                 key += (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.is_neg(), leaf.is_conj())
                 tensors.append(leaf)
             elif kind is float:
@@ -52,7 +50,7 @@ def fast_signature(leaves: Iterable[Any]) -> FastSignature | None:
                 return None
     except RuntimeError:
         return None
-    return key, tensors, addresses, floats, held
+    return key, tensors, floats, held
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -60,17 +58,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return not tensor.is_neg() and not tensor.is_conj() and dense_order(tensor) is not None
 
 
-def addresses_of(tensors: Sequence[torch.Tensor], specs: Sequence[tuple[torch.dtype, int]]) -> list[int] | None:
-    """Return the addresses of the tensors; None if one is not a contiguous CPU tensor with the dtype and element count of its spec."""
-    found = []
+def can_view(tensors: Sequence[torch.Tensor], specs: Sequence[tuple[torch.dtype, int]]) -> bool:
+    """Return whether all are contiguous CPU tensors with the dtype and element count of their spec, and can be read by address."""
     for tensor, (dtype, count) in zip(tensors, specs, strict=True):
         is_plain = type(tensor) in _TENSORS and tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided
         if not is_plain or tensor.numel() != count or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-            return None
+            return False
         try:
-            if len(storage_of(tensor)) < offset_of(tensor) * tensor.itemsize + tensor.nbytes:  # freed or resized
-                return None
-            found.append(tensor.data_ptr())
+            if len(storage_of(tensor)) < offset_of(tensor) * tensor.itemsize + tensor.nbytes or not tensor.data_ptr():  # freed or resized
+                return False
         except RuntimeError:  # a tensor that a transformation left behind
-            return None
-    return found if all(found) else None
+            return False
+    return True

@@ -195,7 +195,7 @@ class JaxFunction:
             given = fast_signature(leaves)
             if given is None:
                 return self._call_any(args, kwargs)
-        described, tensors, addresses, others, _ = given
+        described, tensors, others, _ = given
         config = _config
         settings = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
         key = (tree, torch.is_grad_enabled(), settings, *described)
@@ -203,7 +203,7 @@ class JaxFunction:
         if known is None:
             return self._call_any(args, kwargs)
         call, recording, out_tree = known
-        found = call.call_at_addresses(addresses, others)
+        found = call.call_with_views(tensors, others)
         return out_tree.unflatten(found if recording is None else record_call(recording, found, others, *tensors))
 
     def _add_fast_signature(
@@ -216,7 +216,7 @@ class JaxFunction:
         program = found.program
         recording = residual_forward(program, tensors)
         call = program.forward_call() if recording is None else recording.forward
-        if not call.reads_addresses or not program.out_specs:
+        if not call.takes_views or not program.out_specs:
             return None
         if len(self._by_fast_signature) >= _MAX_PROGRAMS:
             self._by_fast_signature.clear()

@@ -23,11 +23,11 @@ from bridge._compat.types import Device, PyTreeDef
 from bridge._interop.dlpack import order_torch_after
 from bridge._interop.dtypes import TORCH_DTYPES, exists_in_torch
 from bridge._ir.types import Atom, ClosedJaxpr, Literal, aval_of
-from bridge._memory.call_arguments import AddressViews, as_call_arguments, results_as_tensors
+from bridge._memory.call_arguments import TensorViews, as_call_arguments, results_as_tensors
 from bridge._process import default_settings, enable_x64, has_default_settings, overridden_settings, raise_if_not_finite
 from bridge._xla.compile import compile_lowered
 
-from .fast_signature import addresses_of
+from .fast_signature import can_view
 from .residuals import input_dependencies, residual_sources
 
 _config: Any = jax.config
@@ -78,10 +78,10 @@ class CompiledCall:
         self._is_transferable = list(map(exists_in_torch, lowered.out_info))  # pyright: ignore[reportArgumentType]
         self._all_transferable = all(self._is_transferable)
         self._token_index = self._is_transferable.index(True) if any(self._is_transferable) else None
-        self._views = AddressViews(tensors)
+        self._views = TensorViews(tensors)
         self._tensor_specs = [(TORCH_DTYPES[str(aval.dtype)], math.prod(aval.shape)) for aval in tensors]
-        self.reads_addresses = self._on_cpu and all(math.prod(aval.shape) for aval in tensors)
-        self._looks_for_addresses = self.reads_addresses and not any(orders)
+        self.takes_views = self._on_cpu and all(math.prod(aval.shape) for aval in tensors)
+        self._may_view = self.takes_views and not any(orders)
 
     def __call__(self, tensors: Sequence[torch.Tensor], others: Sequence[ArrayLike]) -> Sequence[Result]:
         """Run the function. On the CPU it has ended when the call returns; on a GPU torch's stream waits for it.
@@ -89,14 +89,16 @@ class CompiledCall:
         Returns:
           The results in memory that nothing else holds: tensors, and jax arrays for dtypes that torch does not have.
         """
-        addresses = addresses_of(tensors, self._tensor_specs) if self._looks_for_addresses else None
-        if addresses is not None:
-            return self.call_at_addresses(addresses, others)
+        if self._may_view and can_view(tensors, self._tensor_specs):
+            return self.call_with_views(tensors, others)
         return self._run(as_call_arguments([x.detach() for x in tensors], self._dim_orders), others)
 
-    def call_at_addresses(self, addresses: Iterable[int], others: Sequence[ArrayLike]) -> Sequence[Result]:
-        """Run the function on dense tensors at these addresses, with the given orders of dimensions. It needs `reads_addresses`."""
-        return self._run(self._views(addresses), others)
+    def call_with_views(self, tensors: Sequence[torch.Tensor], others: Sequence[ArrayLike]) -> Sequence[Result]:
+        """Run the function on dense tensors with the given orders of dimensions. It needs `takes_views`.
+
+        The caller has checked the storages, and holds them until the call returns.
+        """
+        return self._run(self._views(tensors), others)
 
     def _run(self, flat: Sequence[ArrayLike], others: Sequence[ArrayLike]) -> Sequence[Result]:
         config = _config

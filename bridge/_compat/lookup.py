@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from operator import attrgetter
 from typing import Any
 
+# Whether optimizers run without private names, without reading memory by address, and without donating what torch tensors alias.
+SAFE_MODE = os.environ.get("MASKBRIDGE_SAFE", "0") not in ("", "0")
 NAMES: set[str] = set()  # the paths that were looked up
 
 
 def private(path: str, fallback: Any) -> Any:
-    """Return the object at a path in an imported package, such as "torch._C._from_dlpack"; `fallback` if there is none."""
+    """Return the object at a path in an imported package, such as "torch._C._from_dlpack".
+
+    Return `fallback` if there is none, and always in the safe mode.
+    """
     NAMES.add(path)
+    if SAFE_MODE:
+        return fallback
     parts = path.split(".")
     modules = (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
     module = next(filter(None, modules), None)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import torch
 
+from bridge._compat.lookup import SAFE_MODE
 from bridge._compat.torch import foreach_copy_, is_only_view, is_view, storage_use_count
 from bridge._interop.dlpack import ALIGNMENT, dense_order, device_of, to_jax
 from bridge._interop.dtypes import numpy_dtype
@@ -238,6 +239,8 @@ def align_storage(tensor: torch.Tensor) -> bool:
 
 def why_not_adoptable(tensor: torch.Tensor) -> str:
     """Return why the tensor must keep its storage, or '' if it can move into jax-owned memory."""
+    if SAFE_MODE:
+        return "MASKBRIDGE_SAFE is set"
     if type(tensor) not in _ADOPTABLE_TYPES:
         return f"a {type(tensor).__name__}"
     if not tensor.numel():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
+from bridge._compat.lookup import SAFE_MODE
 from bridge._interop.dlpack import with_dense_storage
 from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 
@@ -33,6 +34,8 @@ class _TensorBytes:
 def host_view(tensor: torch.Tensor) -> np.ndarray:
     """Return an array over the memory of a CPU tensor, which the array keeps alive. If the tensor is not contiguous, it is a copy.
 
+    In the safe mode it always is a copy, of which numpy holds the memory.
+
     Raises:
       ValueError: The elements cannot be read; see `with_dense_storage`.
     """
@@ -42,7 +45,11 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
     dtype, bits = numpy_dtype(tensor.dtype), _typestr(tensor.dtype)
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), dtype)
-    view = np.asarray(_TensorBytes(tensor, bits))
+    if SAFE_MODE:
+        as_integers = EXTENSION_DTYPES[tensor.dtype][0] if tensor.dtype in EXTENSION_DTYPES else tensor.dtype
+        view = tensor.detach().clone().view(as_integers).numpy()
+    else:
+        view = np.asarray(_TensorBytes(tensor, bits))
     return view.view(dtype) if view.dtype != dtype else view
 
 

@@ -9,19 +9,20 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import getitem
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.core
 import numpy as np
 import torch
 
+from bridge._compat.lookup import SAFE_MODE
 from bridge._interop.dlpack import ALIGNMENT_GPU, _capsule_calls, _exporter, _tensor_to_jax, to_jax, with_dense_storage
 from bridge._interop.dtypes import numpy_dtype
-from bridge._interop.tensor_storage import storage_of
+from bridge._interop.tensor_storage import offset_of, storage_of
 
 from .array_interface import ArrayInterface, host_view
 
@@ -39,10 +40,42 @@ Argument: TypeAlias = jax.Array | np.ndarray  # of an executable
 _stride, _is_contiguous = torch.Tensor.stride, torch.Tensor.is_contiguous
 
 
-class AddressViews:
-    """Turns addresses on the CPU into flat numpy arrays over the elements there, which is cheaper than torch's `numpy()`.
+class TensorArguments(Protocol):
+    """Turns tensors into flat arguments of one call, without copies where that is possible."""
 
-    The arrays keep nothing alive: the caller of an executable holds the memory until the call has ended.
+    def __call__(self, tensors: Sequence[torch.Tensor], held: list[object]) -> Sequence[Argument]:
+        """Return the arguments. `held` receives what the caller holds until the program has ended."""
+        ...
+
+
+def arguments_over(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    dim_orders: Sequence[tuple[int, ...] | None],
+    device: torch.device,
+) -> TensorArguments:
+    """Return what turns tensors with these shapes and dtypes, on one device, into arguments.
+
+    Args:
+      shapes: The shape of each tensor.
+      dtypes: The dtype of each tensor.
+      dim_orders: The order of each tensor's dimensions in memory; None for the order that they have.
+      device: The device of all tensors.
+    """
+    if SAFE_MODE:
+        return lambda tensors, held: as_call_arguments(tensors, dim_orders)
+    if device.type == "cpu":
+        return CpuArguments(shapes, dtypes, dim_orders)
+    return GpuArguments(dim_orders, any(dtype.is_complex for dtype in dtypes))
+
+
+class TensorViews:
+    """Turns dense CPU tensors into flat numpy arrays over their elements, by address, which is cheaper than torch's `numpy()`.
+
+    The arrays keep nothing alive: the caller has checked the storages, and holds them until the program has ended.
+
+    Args:
+      avals: The shape and dtype of each tensor.
     """
 
     def __init__(self, avals: Sequence[jax.ShapeDtypeStruct | jax.core.ShapedArray]) -> None:
@@ -56,52 +89,56 @@ class AddressViews:
             map, np.ndarray, [(count,) for count in counts], dtypes
         )  # of the buffers
 
-    def __call__(self, addresses: Iterable[int]) -> list[np.ndarray]:
-        return list(self.arrays_over(self.buffers_at(addresses)))
+    def __call__(self, tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
+        return list(self.arrays_over(self.buffers_at(map(torch.Tensor.data_ptr, tensors))))
 
 
 class CpuArguments:
     """Does what `as_call_arguments` does, faster, for CPU tensors whose shapes and dtypes are known.
 
-    The arguments are views that keep nothing alive. The caller has checked that the storages hold the tensors, or gives their sizes,
-    and holds the tensors until the program has ended.
+    The arguments are views by address. Each call checks that the storages hold the tensors, and hands the storages to the caller.
 
     Args:
       shapes: The shape of each tensor.
       dtypes: The dtype of each tensor.
       dim_orders: The order of each tensor's dimensions in memory; None for the order that they have.
-      min_storage_bytes: How many bytes the storage of each tensor must have. Needed if the storage may have been freed or shrunk.
     """
 
     def __init__(
-        self,
-        shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[torch.dtype],
-        dim_orders: Sequence[tuple[int, ...] | None],
-        min_storage_bytes: Sequence[int] = (),
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dim_orders: Sequence[tuple[int, ...] | None]
     ) -> None:
-        self._dim_orders, self._min_storage_bytes = dim_orders, min_storage_bytes
+        self._dim_orders = dim_orders
         self._contiguous = [dims is None for dims in dim_orders]
         self._permuted = [i for i, dims in enumerate(dim_orders) if dims is not None]
         self._strides = [_dense_strides(shapes[i], dim_orders[i] or ()) for i in self._permuted]
+        self._itemsizes = [dtype.itemsize for dtype in dtypes]
+        self._sizes = [math.prod(shape) * itemsize for shape, itemsize in zip(shapes, self._itemsizes, strict=True)]
         known = [jax.ShapeDtypeStruct((math.prod(shape),), numpy_dtype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        self._views = None if any(dtype.is_complex for dtype in dtypes) else AddressViews(known)
+        self._views = None if any(dtype.is_complex for dtype in dtypes) else TensorViews(known)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
+    def __call__(self, tensors: Sequence[torch.Tensor], held: list[object]) -> Sequence[Argument]:
         if (
             self._views is not None
             and list(map(_is_contiguous, tensors)) == self._contiguous
             and (not self._permuted or list(map(_stride, map(tensors.__getitem__, self._permuted))) == self._strides)
             and not any(map(torch.Tensor.is_neg, tensors))
-            and (not self._min_storage_bytes or all(map(operator.ge, map(len, map(storage_of, tensors)), self._min_storage_bytes)))
         ):
             try:
-                addresses = list(map(torch.Tensor.data_ptr, tensors))
+                storages = list(map(storage_of, tensors))
+                bytes_held, addresses = list(map(len, storages)), list(map(torch.Tensor.data_ptr, tensors))
             except RuntimeError:  # a tensor has no memory
-                addresses = [0]
-            if all(addresses):
+                return as_call_arguments(tensors, self._dim_orders)
+            if all(addresses) and (
+                bytes_held == self._sizes
+                or all(map(operator.ge, bytes_held, map(operator.add, self._sizes, map(_byte_offset, tensors, self._itemsizes))))
+            ):
+                held += storages
                 return list(self._views.arrays_over(self._views.buffers_at(addresses)))  # a call of `_views` would be one more frame
         return as_call_arguments(tensors, self._dim_orders)
+
+
+def _byte_offset(tensor: torch.Tensor, itemsize: int) -> int:
+    return int(offset_of(tensor)) * itemsize
 
 
 def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,7 +192,8 @@ class GpuArguments:
         self._dim_orders, self._complex = dim_orders, are_complex
         self._imports: list[dict[tuple[int, tuple[int, ...]], jax.Array]] = [{} for _ in dim_orders]
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
+    def __call__(self, tensors: Sequence[torch.Tensor], held: list[object]) -> Sequence[Argument]:
+        held += tensors
         if any(map(_is_neg, tensors)) or (self._complex and any(map(_is_conj, tensors))):  # the bytes are not the values
             return as_call_arguments(tensors, self._dim_orders)
         try:
@@ -174,37 +212,3 @@ class GpuArguments:
                 imports.clear()
             imports[place] = import_non_owning(flat)
         return imports[place]
-
-
-class PaddedArguments(CpuArguments):
-    """`CpuArguments` that copies the tensors at some positions to longer rows, with zeros behind their elements.
-
-    Args:
-      shapes: The shape of each tensor.
-      dtypes: The dtype of each tensor.
-      dim_orders: The order of each tensor's dimensions in memory; None for the order that they have.
-      padded_lengths: The length of the row by position.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[torch.dtype],
-        dim_orders: Sequence[tuple[int, ...] | None],
-        padded_lengths: Mapping[int, int],
-    ) -> None:
-        with torch.inference_mode(False):  # a later step could not write to inference tensors
-            self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), dim_orders[at]) for at, length in padded_lengths.items()}
-        super().__init__(
-            [(padded_lengths[at],) if at in padded_lengths else shape for at, shape in enumerate(shapes)],
-            dtypes,
-            [None if at in padded_lengths else dims for at, dims in enumerate(dim_orders)],
-        )
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
-        given = list(tensors)
-        for at, (row, dims) in self._rows.items():
-            tensor = given[at].detach()
-            row[: tensor.numel()].copy_((tensor if dims is None else tensor.permute(dims)).reshape(-1))
-            given[at] = row
-        return super().__call__(given)

@@ -13,14 +13,15 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from operator import attrgetter, methodcaller
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 import torch
 
 from bridge._compat.jax import uncached_numpy
-from bridge._compat.torch import foreach_copy_
+from bridge._compat.lookup import SAFE_MODE
 from bridge._compat.types import Device
 from bridge._interop.dlpack import cpu_device, dense_order
 from bridge._interop.dtypes import numpy_dtype
@@ -28,7 +29,7 @@ from bridge._process import default_settings
 
 from .allocation import copy_to_device
 from .array_interface import ArrayInterface
-from .call_arguments import results_as_tensors
+from .call_arguments import as_call_arguments, results_as_tensors
 
 _T = TypeVar("_T")
 _buffers_by_address: weakref.WeakValueDictionary[int, JaxBuffer] = weakref.WeakValueDictionary()
@@ -103,9 +104,46 @@ class JaxBuffer:
         return window.as_tensor()
 
 
+class CopiedBuffer(JaxBuffer):
+    """A buffer of the safe mode. Its bytes belong to a torch tensor, and programs get copies of them.
+
+    array: The result of the last call. Only its shape, dtype and device are used.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, array: jax.Array, row_lengths: Sequence[int] | None = None) -> None:
+        super().__init__(array.block_until_ready(), row_lengths)
+        self._values = results_as_tensors([array], _is_on_cpu(array))[0].clone()
+        self.address = self._values.data_ptr()
+
+    @property
+    def is_lost(self) -> bool:
+        """Always False: a call donates only copies."""
+        return False
+
+    def to_donate(self) -> jax.Array:
+        """Return an array with the values, which only the caller holds."""
+        (values,) = as_call_arguments([self._values], [None])
+        (device,) = cast(set[Device], self.array.sharding.device_set)
+        return copy_to_device(values.reshape(self.array.shape), device).block_until_ready()
+
+    def copy_result(self) -> None:
+        """Copy the values of `array`, the result of a call that has ended, to the bytes that tensors alias."""
+        self._values.copy_(results_as_tensors([self.array], self._values.device.type == "cpu")[0])
+
+    def _alias(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
+        first = start // self._values.element_size()
+        return self._values.view(-1)[first : first + math.prod(shape)].view(shape)
+
+
+# Return the array of a buffer that a call may donate.
+to_donate: Callable[[JaxBuffer], jax.Array] = methodcaller("to_donate") if SAFE_MODE else attrgetter("array")
+
+
 def register(array: jax.Array, row_lengths: Sequence[int] | None = None) -> JaxBuffer:
     """Return the buffer of an array that nobody else holds. `find_buffer` finds it by the address of each row from now on."""
-    memory = JaxBuffer(array, row_lengths)
+    memory = (CopiedBuffer if SAFE_MODE else JaxBuffer)(array, row_lengths)
     _register_rows(memory)
     return memory
 
@@ -142,7 +180,8 @@ def _live_values(known: weakref.WeakValueDictionary[int, _T]) -> Iterator[_T]:
     return (x for x in (ref() for ref in known.valuerefs()) if x is not None)
 
 
-jax.live_arrays = _pinning_live_arrays
+if not SAFE_MODE:
+    jax.live_arrays = _pinning_live_arrays
 
 
 def _is_on_cpu(array: jax.Array) -> bool:
@@ -185,6 +224,8 @@ def release_pins(memories: Sequence[JaxBuffer]) -> None:
 
 def readable_array(memory: JaxBuffer) -> jax.Array:
     """Return the array of a buffer for reading only; a copy of its bytes if somebody has deleted the array."""
+    if isinstance(memory, CopiedBuffer):
+        return memory.to_donate()
     return _copy_pinned(memory) if memory.array.is_deleted() and memory.pinned_bytes is not None else memory.array
 
 
@@ -250,7 +291,7 @@ def is_over_jax_buffer(x: torch.Tensor | jax.Array | np.ndarray) -> bool:
 
 def rebind_moved(memory: JaxBuffer) -> JaxBuffer:
     """Return the buffer after registering it at its array's current address. The tensors of a bucket's rows move there."""
-    if memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:
+    if not SAFE_MODE and memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:
         old_address, memory.address = memory.address, memory.array.unsafe_buffer_pointer()
         _register_rows(memory)
         for row, holder in memory.tensor_refs.items():
@@ -258,34 +299,6 @@ def rebind_moved(memory: JaxBuffer) -> JaxBuffer:
             if tensor is not None and tensor.data_ptr() == old_address + row * memory.row_bytes:
                 tensor.data = memory.alias_tensor(tensor.device, like=tensor, row=row)
     return memory
-
-
-class CopiedResults(NamedTuple):
-    """The results of a call that are copied into tensors that torch owns.
-
-    tensors, dim_orders: the tensors, and the order of their dimensions in memory.
-    arrays: their new values, flat.
-    mirrored, mirrors: tensors of state that the user has assigned, and the tensors that have their new values.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    dim_orders: Sequence[tuple[int, ...] | None]
-    arrays: Sequence[jax.Array]
-    mirrored: Sequence[torch.Tensor]
-    mirrors: Sequence[torch.Tensor]
-
-
-def write_back(copied: Sequence[CopiedResults], on_cpu: bool) -> None:
-    """Copy the results of several calls into the tensors, all in one fused call."""
-    into: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for tensors, dim_orders, arrays, mirrored, mirrors in copied:
-        own = list(map(torch.Tensor.detach, tensors))
-        for i, dims in enumerate(dim_orders):
-            own[i] = own[i] if dims is None else own[i].permute(dims)
-        into += [*own, *mirrored]
-        values += [*map(torch.Tensor.view_as, results_as_tensors(arrays, on_cpu), own), *mirrors]
-    foreach_copy_(into, values)
 
 
 def _is_whole_buffer_or_row(memory: JaxBuffer, tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import torch
 
+from bridge._compat.lookup import SAFE_MODE
 from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import ALIGNMENT, ALIGNMENT_GPU
 from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
@@ -24,7 +25,9 @@ from .call_arguments import Argument, as_call_arguments, import_non_owning
 
 
 def reserve_scalars(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Return new 0-d tensors that are adjacent in memory."""
+    """Return new 0-d tensors that are adjacent in memory; in the safe mode they are not."""
+    if SAFE_MODE:
+        return [torch.zeros((), dtype=dtype, device=device) for _ in range(count)]
     if device.type == "cpu":
         space = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
         owner, start = space, space.ctypes.data + -space.ctypes.data % ALIGNMENT
@@ -54,19 +57,22 @@ class ScalarVector:
         self._copies: torch.Tensor | None = None
         self.address = self.length = 0
         first = self.tensors[0]
+        if SAFE_MODE or (first.device.type == "cpu" and first.dtype in EXTENSION_DTYPES):
+            self.read: Callable[[], Argument] = lambda: as_call_arguments([torch.stack(self.tensors)], [None])[0]
+            return
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         start, size = min(addresses), first.itemsize
         positions = [(address - start) // size for address in addresses]
         adjacent = positions == list(range(len(positions)))
-        if first.device.type == "cpu" and first.dtype not in EXTENSION_DTYPES:
+        if first.device.type == "cpu":
             count = max(positions) + 1
             # ctypes makes a type for each length, which takes time, so few lengths are used. Nobody reads beyond the last scalar.
             space: Any = (ctypes.c_char * (size << count.bit_length())).from_address(start)
             values = self._values = np.frombuffer(space, numpy_dtype(first.dtype), count)
             self._positions = self._positions if adjacent else np.array(positions)
             self.address, self.length = start, values.nbytes if adjacent else 0
-            self.read: Callable[[], Argument] = functools.partial(values.__getitem__, self._positions)
-        elif first.device.type != "cpu":
+            self.read = functools.partial(values.__getitem__, self._positions)
+        else:
             with torch.inference_mode(False):
                 if adjacent and not start % ALIGNMENT_GPU:
                     source = self._values = ArrayInterface(
@@ -76,8 +82,6 @@ class ScalarVector:
                     source = self._copies = torch.empty(len(positions), dtype=first.dtype, device=first.device)
                 array = import_non_owning(source)
             self.read = lambda: array
-        else:
-            self.read = lambda: as_call_arguments([torch.stack(self.tensors)], [None])[0]
 
     def gather(self) -> bool:
         """Copy the scalars to adjacent memory where a GPU program reads them. Return False if they are adjacent already."""
@@ -103,15 +107,18 @@ class ScalarResult:
 
     tensor: The tensor.
     address: The address of its bytes.
-    length: Their number.
+    length: Their number; 0 in the safe mode.
     """
 
     __slots__ = ("address", "length", "tensor")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.tensor = torch.empty((), dtype=dtype)
-        self.address, self.length = self.tensor.data_ptr(), dtype.itemsize
+        self.address, self.length = self.tensor.data_ptr(), 0 if SAFE_MODE else dtype.itemsize
 
     def write(self, value: jax.Array) -> None:
         """Copy a result, which is ready, into the tensor."""
+        if SAFE_MODE:
+            self.tensor.copy_(torch.from_dlpack(value))
+            return
         ctypes.memmove(self.address, value.unsafe_buffer_pointer(), self.length)

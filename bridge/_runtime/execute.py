@@ -24,12 +24,12 @@ from bridge._compat.torch import foreach_copy_
 from bridge._compat.types import Device
 from bridge._interop.dlpack import torch_stream_token
 from bridge._memory.call_arguments import Argument
-from bridge._memory.jax_buffers import CopiedResults
+from bridge._memory.pending_results import CopiedResults, PendingCalls, PendingResults
 from bridge._process import enable_x64, has_default_settings, overridden_settings, read_settings
 from bridge._xla import streams
 
 from . import openmp
-from .in_flight import InFlight, PendingResults
+from .in_flight import InFlight
 from .launch import Launch
 
 __all__ = ["StepInputs", "StepResult", "run"]
@@ -84,23 +84,23 @@ def run(launches: Sequence[_L], inputs: StepInputs, completed: list[_L]) -> Step
     """
     device = launches[0].executable.plan.device
     room, may_fail = sum(map(_copied_result_bytes, launches)), any(map(_has_callback, launches))
-    in_flight = InFlight(launches, completed, device.platform == "cpu", room, may_fail)
+    in_flight = InFlight(PendingCalls(device.platform == "cpu", may_fail, completed), room)
     # A norm over all gradients must be known before the first update; else an executable runs while the next call is prepared.
     batches = (launches,) if launches[0].executable.plan.stats_precomputed else zip(launches)
     with in_flight, enable_x64(True) if has_default_settings(read_settings(jax.config)) else overridden_settings(), torch.no_grad():
         hyperparams, worker_streams = inputs.hyperparams, []
-        if not in_flight.on_cpu:
+        if not in_flight.calls.on_cpu:
             hyperparams = _hyperparams_on_device(hyperparams.tobytes(), device)
         elif len(launches) > 1:
             hyperparams, (in_flight.saved_stream, *worker_streams) = streams.fork_streams(hyperparams, device)
-        reader = in_flight.streaming_stats = launches[0].streaming_stats
-        stats = _NO_STATS if reader is None else reader(inputs.grads, inputs.loss_scale)
+        reader = launches[0].streaming_stats
+        stats = _NO_STATS if reader is None else reader(inputs.grads, inputs.loss_scale, in_flight.reads, in_flight.held)
         operands, elements = (list(inputs.extra_args), list(inputs.loss_scale)), sum(map(_elements, launches))
         step = _Step(in_flight, device, len(launches) == 1, elements, inputs.grads, hyperparams, operands, stats, worker_streams)
         for batch in batches:
             for launch, gradients in zip(batch, step.prepare(batch), strict=True):
                 step.call(launch, gradients)
-    return StepResult(in_flight.moved, step.skip_counts)
+    return StepResult(in_flight.calls.moved, step.skip_counts)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -130,57 +130,50 @@ class _Step(Generic[_L]):
 
     def prepare(self, batch: Sequence[_L]) -> list[Sequence[Argument]]:
         """Make everything ready that the calls of a batch read. Return the gradients of each as arguments."""
+        grads: list[Sequence[torch.Tensor]] = []
         for launch in batch:
-            if not launch.is_prepared:
-                launch.prepare()
-            if launch.mirrored:
-                foreach_copy_(launch.mirrors, launch.mirrored)
-            for positions, rows in launch.cat_gathers:  # faster than a copy for each row
-                torch.cat(list(map(self.grads.__getitem__, positions)), out=rows)
-            if launch.copy_gathers:
-                foreach_copy_(launch.copy_targets, list(map(self.grads.__getitem__, launch.copy_gathers)))
-        if not self.in_flight.on_cpu:
+            bound = launch.arguments
+            if bound.mirrored:
+                foreach_copy_(bound.mirrors, bound.mirrored)
+            grads.append(bound.gradients.gather(self.grads) if bound.gradients.buffers else self.grads)
+        if not self.in_flight.calls.on_cpu:
             if _collect_scalars(batch) or not self.stream_events:
                 self.stream_events = [torch_stream_token(self.device)]
         elif (
-            not (self.in_flight.pending_results or self.in_flight.streaming_stats)
+            not (self.in_flight.calls.results or self.in_flight.reads)
             and openmp.pause
             and self.elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads()
         ):
             openmp.pause(openmp.PAUSE_SOFT)
         arguments: list[Sequence[Argument]] = []
-        for launch in batch:
-            executable = launch.executable
-            if executable.reads_grads_by_address:
-                self.in_flight.gradient_copies.append(launch.as_arguments.copies)  # pyright: ignore[reportFunctionMemberAccess]
-            arguments.append(launch.as_arguments([*map(self.grads.__getitem__, launch.argument_positions), *launch.bucket_grads]))
-            if executable.stats_executable is not None:
+        for launch, available in zip(batch, grads, strict=True):
+            bound, stats_executable = launch.arguments, launch.executable.stats_executable
+            chosen = list(map(available.__getitem__, bound.gradients.positions))
+            arguments.append(bound.gradients.as_arguments(chosen, self.in_flight.held))
+            if stats_executable is not None:
                 loss_scale = self.trailing_operands[1]
-                self.stats = executable.stats_executable(
-                    arguments[-1], launch.masks, launch.active_rows, loss_scale, self.stats, self.stream_events
-                )
+                self.stats = stats_executable(arguments[-1], bound.masks, bound.active_rows, loss_scale, self.stats, self.stream_events)
         return arguments
 
     def call(self, launch: _L, gradients: Sequence[Argument]) -> None:
         """Call one executable, and note what to wait for."""
-        in_flight, executable = self.in_flight, launch.executable
-        read: Sequence[Argument] = launch.copied_back_as_arguments(launch.copied_back) if launch.copied_back else []
+        in_flight, executable, bound = self.in_flight, launch.executable, launch.arguments
+        read: Sequence[Argument] = bound.copied_back_as_arguments(bound.copied_back, in_flight.held) if bound.copied_back else []
         if self.worker_streams:
-            streams.set_stream(self.worker_streams[len(in_flight.pending_results) % len(self.worker_streams)])
-        scalars = list(map(_read, launch.scalars))
-        common = self.hyperparams, launch.row_offsets, launch.active_rows, *self.trailing_operands, self.stats, self.stream_events
+            streams.set_stream(self.worker_streams[len(in_flight.calls.results) % len(self.worker_streams)])
+        common = self.hyperparams, bound.row_offsets, bound.active_rows, *self.trailing_operands, self.stats, self.stream_events
         buffers, arrays, others = in_flight.execute(
-            (list(map(_jax_buffer, launch.inplace)), launch.state),
+            (list(map(_jax_buffer, bound.inplace)), bound.state),
             executable.inline_executable if self.is_inline else executable.update,
-            (scalars, read, gradients, launch.masks, *common),
+            (list(map(_read, bound.scalars)), read, gradients, bound.masks, *common),
         )
         new_scalars, new_values, self.skip_counts, tokens = others
-        copied_back = CopiedResults(launch.copied_back, launch.copied_back_dim_order, new_values, launch.mirrored, launch.mirrors)
-        pending = in_flight.pending_results
-        pending.append(PendingResults(tokens, buffers, arrays, (launch.scalars, new_scalars), copied_back))
-        if not in_flight.on_cpu and len(pending) > 1 and not in_flight.may_fail:
+        copied_back = CopiedResults(bound.copied_back, bound.copied_back_dim_order, new_values, bound.mirrored, bound.mirrors)
+        pending = in_flight.calls.results
+        pending.append(PendingResults(launch, tokens, buffers, arrays, (bound.scalars, new_scalars), copied_back))
+        if not in_flight.calls.on_cpu and len(pending) > 1 and not in_flight.calls.may_fail:
             pending[-2].tokens.clear()  # torch's stream waits once, for the last executable
-        torch.autograd.graph.increment_version(launch.params)
+        torch.autograd.graph.increment_version(bound.params)
 
 
 @functools.lru_cache(64)
@@ -191,5 +184,6 @@ def _hyperparams_on_device(hyperparam_bytes: bytes, device: Device) -> jax.Array
 
 def _collect_scalars(launches: Sequence[Launch]) -> bool:
     """Collect the scalars of these launches. Return whether that, or a gather, has used a GPU's stream."""
-    copies = [cells.gather() for launch in launches for cells in launch.scalars]
-    return any(copies) or any(launch.bucket_grads or launch.mirrored for launch in launches)
+    bound = [launch.arguments for launch in launches]
+    copies = [cells.gather() for each in bound for cells in each.scalars]
+    return any(copies) or any(each.gradients.buffers or each.mirrored for each in bound)

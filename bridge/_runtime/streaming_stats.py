@@ -27,7 +27,7 @@ from bridge._compat.types import Device
 from bridge._compiler.grad_stats import stats_by
 from bridge._compiler.plan import CONCURRENT_CHUNKS, MIN_STREAMED_ELEMENTS, READ_CHUNK
 from bridge._interop.dlpack import dense_order
-from bridge._memory.address_space import BASE_ADDRESS, as_dense, process_memory
+from bridge._memory.address_space import first_element, first_elements, process_memory, read_slice
 from bridge._process import default_promotion, default_settings
 from bridge._xla import streams
 from bridge._xla.compile import LazyExecutable
@@ -35,7 +35,7 @@ from bridge._xla.compile_options import update_options
 
 from . import openmp
 
-_address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 @functools.cache
@@ -54,10 +54,10 @@ def streaming_stats_executable(dtype: str, clip: bool, scaled: bool, device: Dev
         parts, turns, rests, count = (order + after.astype(np.int64)).astype(np.uint64)  # lax checks signed indices for negative ones
 
         def number(i: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(numbers, (i,), (1,))[0].astype(np.uint64)
+            return read_slice(numbers, i, 1)[0].astype(np.uint64)
 
         def part(i: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(memory, (number(i),), (READ_CHUNK,))
+            return read_slice(memory, number(i), READ_CHUNK)
 
         def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
             def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def _repeat(count: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array],
 class StreamingStats:
     """Streams over the large gradients of a step, on each core with one executable, and sums up the statistics.
 
-    It keeps the tables and the copies of gradients that the executables read until `finish_reading`.
+    The caller holds what the executables read until they have ended.
 
     Args:
       gradients: for each gradient its position in the step, its number of elements and its dtype.
@@ -109,32 +109,35 @@ class StreamingStats:
             _PerDtypeStats(np.dtype(dtype), each, streaming_stats_executable(dtype, clip, scaled, device))
             for dtype, each in by_dtype.items()
         ]
-        self._partial_stats: list[jax.Array] = []
 
-    def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[jax.typing.ArrayLike]) -> jax.Array:
-        """Start reading after all that this thread has dispatched to jax, and return the statistics as an array."""
+    def __call__(
+        self, grads: Sequence[torch.Tensor], scaling: Sequence[jax.typing.ArrayLike], reads: list[jax.Array], held: list[object]
+    ) -> jax.Array:
+        """Start reading after all that this thread has dispatched to jax, and return the statistics as an array.
+
+        Args:
+          grads: the gradients of the step. Those that are not dense are copied.
+          scaling: the loss scale, if there is one.
+          reads: receives an array for each executable, which is ready when the executable has ended.
+          held: receives what the caller holds until then.
+        """
         if openmp.pause:
             openmp.pause(openmp.PAUSE_SOFT)
         after, (before, *others) = streams.fork_streams(np.zeros(1), self._device, _process.CORES)
         try:
-            for kind in self._per_dtype:
-                for order, share in zip(others, kind.shares(grads), strict=False):
-                    streams.set_stream(order)
-                    self._partial_stats.append(kind.executable.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
-            return _total(self._partial_stats)
-        except BaseException:  # raised again once nothing reads the gradients
-            self.finish_reading()
-            raise
+            for part in self._per_dtype:
+                own = list(map(grads.__getitem__, part.positions))
+                dim_orders = [] if all(map(_is_contiguous, own)) else list(map(dense_order, own))
+                starts = first_elements(own, dim_orders, part.memory.itemsize, held)
+                if not np.array_equal(starts, part.starts):
+                    part.starts = starts
+                    part.table[part.table_index] = starts[part.gradient_of_part] + part.offset_in_gradient
+                for stream, share in zip(others, part.shares, strict=False):
+                    streams.set_stream(stream)
+                    reads.append(part.executable.compiled(part.memory, self._numbers, share, list(scaling[:1]), after))
+            return _total(reads)
         finally:
             streams.set_stream(before)
-
-    def finish_reading(self) -> None:
-        """Wait until all gradients are read, and release them."""
-        for found in self._partial_stats:
-            found.block_until_ready()
-        self._partial_stats = []
-        for kind in self._per_dtype:
-            kind.copies = []
 
 
 def _sum(found: list[jax.Array]) -> jax.Array:
@@ -149,42 +152,29 @@ class _PerDtypeStats:
 
     Parts that do not fill an iteration, and the ends of gradients, are remainders.
 
-    `_table` has the numbers that the executables read: parts, then remainders. For each of them `_gradient_of_part` has its gradient,
-    `_offset_in_gradient` where it begins there, and `_table_index` its position in the table.
+    `table` has the numbers that the executables read: parts, then remainders. For each of them `gradient_of_part` has its gradient,
+    `offset_in_gradient` where it begins there, and `table_index` its position in the table.
     """
 
     def __init__(self, dtype: np.dtype, gradients: Sequence[tuple[int, int]], executable: LazyExecutable) -> None:
         self.executable, self.memory = executable, process_memory(dtype)
-        self.copies: list[torch.Tensor] = []
-        self._positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
-        self._addresses: list[int] = []
+        self.positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
+        self.starts = np.zeros(0, np.int64)
         cores = max(1, min(_process.CORES if streams.HAS_STREAMS else 1, int(sizes.sum()) // MIN_STREAMED_ELEMENTS))
         whole, ragged = sizes // READ_CHUNK, np.flatnonzero(sizes % READ_CHUNK)
         turns = int(whole.sum()) // (CONCURRENT_CHUNKS * cores)
         count = turns * CONCURRENT_CHUNKS * cores
         # The end of a gradient is a part that overlaps the one before it.
-        self._gradient_of_part = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
+        self.gradient_of_part = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
         starts: list[np.ndarray] = [np.arange(n) * READ_CHUNK for n in whole.tolist()]
-        self._offset_in_gradient = np.concatenate([*starts, sizes[ragged] - READ_CHUNK])
-        rests = np.arange(len(self._gradient_of_part) - count)
-        self._table_index = np.concatenate([np.arange(count), count + 2 * rests])
-        self._table = np.zeros(count + 2 * len(rests), np.int64)
-        self._table[self._table_index[len(self._table_index) - len(ragged) :] + 1] = READ_CHUNK - sizes[ragged] % READ_CHUNK
-        first = (self._table.ctypes.data - BASE_ADDRESS) // self._table.itemsize
+        self.offset_in_gradient = np.concatenate([*starts, sizes[ragged] - READ_CHUNK])
+        rests = np.arange(len(self.gradient_of_part) - count)
+        self.table_index = np.concatenate([np.arange(count), count + 2 * rests])
+        self.table = np.zeros(count + 2 * len(rests), np.int64)
+        self.table[self.table_index[len(self.table_index) - len(ragged) :] + 1] = READ_CHUNK - sizes[ragged] % READ_CHUNK
+        first = first_element(self.table)
         own = np.linspace(0, len(rests), cores + 1).astype(int)
-        self._shares = [
+        self.shares = [
             np.array([first + core * turns * CONCURRENT_CHUNKS, turns, first + count + 2 * own[core], own[core + 1] - own[core]])
             for core in range(cores)
         ]
-
-    def shares(self, grads: Sequence[torch.Tensor]) -> list[np.ndarray]:
-        """Return the argument `order` of each core for these gradients. Gradients that are not dense are copied."""
-        own = list(map(grads.__getitem__, self._positions))
-        starts, size = list(map(_address, own)), self.memory.itemsize
-        if not all(map(_is_contiguous, own)) or any(start % size for start in starts):
-            own = self.copies = [as_dense(g, dense_order(g), size) for g in own]
-            starts = list(map(_address, own))
-        if starts != self._addresses:
-            self._addresses = starts
-            self._table[self._table_index] = (np.array(starts) - BASE_ADDRESS)[self._gradient_of_part] // size + self._offset_in_gradient
-        return self._shares

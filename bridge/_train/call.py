@@ -12,7 +12,8 @@ import torch
 from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import torch_stream_token
 from bridge._memory.call_arguments import Argument, as_call_arguments, results_as_tensors
-from bridge._memory.jax_buffers import CopiedResults, JaxBuffer, readable_array
+from bridge._memory.jax_buffers import JaxBuffer, readable_array
+from bridge._memory.pending_results import CopiedResults, PendingCalls, PendingResults
 from bridge._memory.scalar_vectors import ScalarResult
 from bridge._process import jax_context
 from bridge._runtime import in_flight, openmp
@@ -63,26 +64,27 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
     """
     on_cpu = program.plan.device.platform == "cpu"
     room = launch.copied_result_bytes + sum(t.nbytes + in_flight.MAX_RESULT_PADDING for t in arrays.copied_back if on_cpu)
-    flight = in_flight.InFlight([launch], completed, on_cpu, room, program.has_callback)
+    flight = in_flight.InFlight(PendingCalls(on_cpu, program.has_callback, completed), room)
     copied_loss = ScalarResult(program.loss_dtype) if on_cpu else None
+    bound = launch.arguments
     with flight, jax_context():
-        params = [memory for leaf in launch.inplace if (memory := leaf.jax_buffer) is not None]
-        kept = launch.copied_back_as_arguments(launch.copied_back) if launch.copied_back else []
+        params = [memory for leaf in bound.inplace if (memory := leaf.jax_buffer) is not None]
+        kept = bound.copied_back_as_arguments(bound.copied_back, flight.held) if bound.copied_back else []
         copied = as_call_arguments(arrays.copied_back, arrays.copied_back_order) if arrays.copied_back else []
         read = [readable_array(x) if isinstance(x, JaxBuffer) else x for x in arrays.read_arrays]
-        for scalar_vector in launch.scalars:
+        for scalar_vector in bound.scalars:
             scalar_vector.gather()
-        if launch.mirrored and program.updates:
-            foreach_copy_(launch.mirrors, launch.mirrored)
+        if bound.mirrored and program.updates:
+            foreach_copy_(bound.mirrors, bound.mirrored)
         stream_events = [] if on_cpu else [torch_stream_token(program.plan.device)]
         if on_cpu and openmp.pause and program.elements >= openmp.MIN_ELEMENTS_PER_THREAD * torch.get_num_threads():
             openmp.pause(openmp.PAUSE_SOFT)
         others = list(map(readable_array, arrays.grad_accumulators if program.updates else params))
         first = np.bool_(arrays.is_first)
         if program.updates:
-            parts = params, launch.state, arrays.buffers
-            scalars = [scalar_vector.read() for scalar_vector in launch.scalars]
-            rest = launch.masks, arrays.hyperparams, launch.row_offsets, launch.active_rows, list(arrays.extra_args), first, stream_events
+            parts = params, bound.state, arrays.buffers
+            scalars = [scalar_vector.read() for scalar_vector in bound.scalars]
+            rest = bound.masks, arrays.hyperparams, bound.row_offsets, bound.active_rows, list(arrays.extra_args), first, stream_events
             arguments = scalars, kept, copied, read, list(arrays.batch), others, arrays.seed, *rest
         else:
             parts = arrays.grad_accumulators, arrays.buffers
@@ -91,13 +93,13 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
         buffers, new_arrays, results = flight.execute(parts, call, arguments)
         *new_values, new_copied, loss, aux, token = results
         new_scalars, new_kept = new_values if program.updates else ([], [])
-        vectors = launch.scalars if program.updates else ()
+        vectors = bound.scalars if program.updates else ()
         scalar_results = (vectors, new_scalars) if copied_loss is None else ([*vectors, copied_loss], [*new_scalars, loss])
-        into = [*(launch.copied_back if new_kept else ()), *arrays.copied_back]
-        order = [*(launch.copied_back_dim_order if new_kept else ()), *arrays.copied_back_order]
-        mirrored, mirrors = (launch.mirrored, launch.mirrors) if program.updates else ([], [])
+        into = [*(bound.copied_back if new_kept else ()), *arrays.copied_back]
+        order = [*(bound.copied_back_dim_order if new_kept else ()), *arrays.copied_back_order]
+        mirrored, mirrors = (bound.mirrored, bound.mirrors) if program.updates else ([], [])
         copied_back = CopiedResults(into, order, [*new_kept, *new_copied], mirrored, mirrors)
-        flight.pending_results.append(in_flight.PendingResults([token], buffers, new_arrays, scalar_results, copied_back))
+        flight.calls.results.append(PendingResults(launch, [token], buffers, new_arrays, scalar_results, copied_back))
         torch.autograd.graph.increment_version(arrays.written_tensors)
     loss = results_as_tensors([loss], False)[0] if copied_loss is None else copied_loss.tensor
-    return TrainResult(loss, aux, flight.moved)
+    return TrainResult(loss, aux, flight.calls.moved)

@@ -49,8 +49,9 @@ def fork_streams(scalars: np.ndarray, device: Device, count: int = STREAM_COUNT)
     dispatched there before, for example a read of a parameter that the program changes.
     """
     if _stream_calls is None:
-        return scalars, stream_ids(count)
-    return _copy_program(len(scalars), device)(scalars), stream_ids(count)
+        return scalars, [0, 0]
+    first = threading.get_ident() + 1  # as in `stream_ids`, which would be one more frame of a step
+    return _copy_program(len(scalars), device)(scalars), [_stream_calls[0](), *range(first, first + count)]
 
 
 def stream_ids(count: int = STREAM_COUNT) -> list[int]:

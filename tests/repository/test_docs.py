@@ -95,8 +95,8 @@ def test_call_returns_before_reading_its_arguments_unless_one_waits():
     product = jax.jit(lambda m: (m @ m).sum())
     n = 1500
     product(bridge.to_jax(torch.ones(n, n))).block_until_ready()
-    stale = 0
-    for wait in [True] * 3 + [False] * 10:
+    stale = False
+    for wait in [True] * 3 + [False] * 200:  # on a busy machine the call may have ended before torch writes
         m = torch.ones(n, n)
         out = product(bridge.to_jax(m))
         if wait:
@@ -104,7 +104,9 @@ def test_call_returns_before_reading_its_arguments_unless_one_waits():
         m.zero_()
         wrong = abs(float(out) - n**3) > 1e-3 * n**3
         assert not (wait and wrong)
-        stale += wrong
+        stale = bool(wrong)
+        if stale:
+            break
     assert stale, "jax itself waits now: the page may say so"
 
 

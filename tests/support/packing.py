@@ -120,11 +120,11 @@ ODD = {
 
 
 def read_wrong_rows(shift):
-    """Return a broken `address_space.Places.__call__`: it reads the next row's gradient, or starts `shift` elements later."""
+    """Return a broken `address_space.RowAddresses.__call__`: it reads the next row's gradient, or starts `shift` elements later."""
     call = address_space.RowAddresses.__call__
 
-    def wrong(self, tensors):
-        memory, order = call(self, tensors)
+    def wrong(self, tensors, held):
+        memory, order = call(self, tensors, held)
         rows = order[: len(self._gradient_of_row)]
         rows[:] = np.roll(rows, 1) if shift > 1 else rows + shift
         return [memory, order]

@@ -29,8 +29,8 @@ MISTAKES = [
     ("bridge/_interop/dlpack.py", "key=lambda d: (-strides[d], sizes[d] == 1)", "key=lambda d: (strides[d], sizes[d] == 1)"),
     (
         "bridge/_xla/streams.py",
-        "return _copy_program(len(scalars), device)(scalars), stream_ids(count)",
-        "return -scalars, stream_ids(count)",
+        "return _copy_program(len(scalars), device)(scalars), [",
+        "return -scalars, [",
     ),
     ("bridge/_memory/adoption.py", "return -(-elements // unit) * unit", "return -(-elements // unit) * unit + 1"),
     ("bridge/_memory/scalar_vectors.py", "else np.array(positions)\n", "else np.array(positions[::-1])\n"),

@@ -14,7 +14,7 @@ from oracles import FUSES, project_frames
 
 import bridge
 import torch_api
-from bridge._compiler import update
+from bridge._compiler import chunking, update
 from bridge._compiler.passes import per_kind
 from bridge._ir.queries import properties_of
 from bridge._runtime import cache as programs
@@ -83,6 +83,20 @@ def test_warm_step_enters_at_most_20_frames_in_10_files(make):
     frames = project_frames(optimizer.step)
     assert len(frames) <= 20, frames
     assert len({file for file, _ in frames}) <= 10, frames
+
+
+@pytest.mark.parametrize("bound", [None, 1.0], ids=["", "with a norm"])
+def test_each_further_executable_enters_at_most_4_frames(bound, monkeypatch):
+    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 4)
+    params = {f"layer{i}.weight": torch.nn.Parameter(torch.randn(1024, 300 + i % 3)) for i in range(24)}
+    optimizer = torch_api.MaskedAdamW(params.items(), lr=1e-3, max_grad_norm=bound)
+    for step in range(3):
+        give(params, seed=step)
+        optimizer.step()
+    give(params)
+    frames, executables = project_frames(optimizer.step), len(optimizer._launch_cache.last_used)
+    assert executables >= 3
+    assert len(frames) <= 20 + 4 * (executables - 1), frames
 
 
 def test_two_optimizers_share_programs_of_one_transformation():

@@ -38,21 +38,21 @@ _ArrayKind: TypeAlias = tuple[tuple[int, ...], np.dtype, complex]
 class SharedState:
     """State that belongs to the transformation and not to a parameter. The state of each parameter shows the same tensors."""
 
-    __slots__ = ("buffers", "state_tensors")
+    __slots__ = ("state_buffers", "state_tensors")
 
-    def __init__(self, buffers: tuple[jax_buffers.JaxBuffer, ...], state_tensors: StateTensors) -> None:
-        self.buffers, self.state_tensors = buffers, state_tensors
+    def __init__(self, state_buffers: tuple[jax_buffers.JaxBuffer, ...], state_tensors: StateTensors) -> None:
+        self.state_buffers, self.state_tensors = state_buffers, state_tensors
 
     def recover_after_failure(self) -> None:
         """Allocate memory for the tensors if a failed call has donated theirs."""
-        for memory, view in zip(self.buffers, self.state_tensors.views.values(), strict=True):
+        for memory, view in zip(self.state_buffers, self.state_tensors.views.values(), strict=True):
             if memory.is_lost:
                 view.data = torch.zeros_like(view)
 
     def rebind(self) -> None:
         """Point the tensors at their buffers after results have moved."""
-        self.buffers = tuple(map(jax_buffers.rebind_moved, self.buffers))
-        for memory, view in zip(self.buffers, self.state_tensors.views.values(), strict=True):
+        self.state_buffers = tuple(map(jax_buffers.rebind_moved, self.state_buffers))
+        for memory, view in zip(self.state_buffers, self.state_tensors.views.values(), strict=True):
             view.data = memory.alias_tensor(view.device, like=view)
 
 
@@ -164,7 +164,7 @@ class StateStore:
             for field in state_layout(self._update_spec(self._in_trace_order(joint_set, leaves))).shared_fields
         )
         known = self.shared_states.get(joint_set)
-        if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.buffers):
+        if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.state_buffers):
             raise ValueError(
                 f"{self.cls_name}: the state of this transformation depends on which parameters have a gradient, and these have changed "
                 f"since the first step ({len(leaves)} now). Give every parameter a gradient at each step, or freeze it by the mask."
@@ -193,7 +193,7 @@ class StateStore:
     def _buffers_in_use(self) -> set[jax_buffers.JaxBuffer]:
         """Return the buffers of all parameters and of all state."""
         buffers = {memory for leaf in self.trainable for memory in (leaf.jax_buffer, *(leaf.state_buffers or ())) if memory is not None}
-        buffers |= {memory for shared in self.shared_states.values() for memory in shared.buffers}
+        buffers |= {memory for shared in self.shared_states.values() for memory in shared.state_buffers}
         return buffers | {memory for pack in self.bucket_states.values() for memory in pack.state_buffers}
 
     def prefetch_initial_state(

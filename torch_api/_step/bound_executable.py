@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 
+import jax
 import numpy as np
 import torch
 
 from bridge._compat.torch import foreach_copy_
 from bridge._compiler import plan as update
 from bridge._compiler.passes.gather_rows import MAX_GATHERS
-from bridge._interop.tensor_storage import bytes_needed
 from bridge._memory import allocation, jax_buffers
-from bridge._memory.address_space import BucketAddresses, RowAddresses
-from bridge._memory.call_arguments import CpuArguments, GpuArguments, PaddedArguments, as_call_arguments
+from bridge._memory.address_space import RowAddresses
+from bridge._memory.call_arguments import arguments_over
+from bridge._memory.gradient_sources import AddressedGradients, GatheredGradients, GradientArguments, GradientSource, ViewedGradient
 from bridge._memory.scalar_vectors import ScalarVector
 from bridge._runtime import executable, in_flight, launch
+from bridge._runtime.streaming_stats import StreamingStats
 from torch_api._params.bucket_state import BucketState
 from torch_api._params.record import Mirrors, ParamRecord
 from torch_api._params.record_state import mask_buffer
@@ -39,7 +42,7 @@ class ProgramOperand:
         self.leaf_plan: update.LeafPlan
 
     @property
-    def state(self) -> Sequence[jax_buffers.JaxBuffer]:
+    def state_buffers(self) -> Sequence[jax_buffers.JaxBuffer]:
         return self.bucket.state_buffers if self.bucket is not None else self.leaves[0].state_buffers or ()
 
     @property
@@ -47,124 +50,112 @@ class ProgramOperand:
         return (None,) if self.bucket is None else self.bucket.jax_buffer.rows
 
     @property
-    def row_addresses(self) -> RowAddresses:
-        """The addresses of the gradients, for a program that reads them by address."""
-        rows, first = [leaf.bucket_row or 0 for leaf in self.leaves], self.leaves[0]
-        return RowAddresses(len(self.rows), rows, first.dtype, [leaf.dim_order for leaf in self.leaves], MAX_GATHERS)
+    def grad_sources(self) -> list[GradientSource]:
+        """Where the program's arguments for the gradients come from."""
+        plan, bucket, first = self.leaf_plan, self.bucket, self.leaves[0]
+        if bucket is None or plan.grads_as_arguments:
+            if plan.valid_length is not None:
+                return [_padded_gradient(first, self.grad_positions[0], plan.buffer[0][1])]
+            by_row = {leaf.bucket_row: (position, leaf) for leaf, position in zip(self.leaves, self.grad_positions, strict=True)}
+            # A row without a gradient repeats that of another row.
+            given = [by_row.get(row) or (self.grad_positions[0], first) for row in self.rows]
+            return [ViewedGradient(position, leaf.shape, leaf.grad_dtype, leaf.dim_order) for position, leaf in given]
+        if plan.addresses_grads:
+            rows, orders = [leaf.bucket_row or 0 for leaf in self.leaves], [leaf.dim_order for leaf in self.leaves]
+            return [AddressedGradients(self.grad_positions, RowAddresses(len(self.rows), rows, first.dtype, orders, MAX_GATHERS))]
+        views = [bucket.grad_row(leaf) for leaf in self.leaves]
+        return [GatheredGradients(self.grad_positions, bucket.gathered_grads(first), views, bucket.cat_target(self.leaves))]
+
+
+def _padded_gradient(leaf: ParamRecord, position: int, length: int) -> GatheredGradients:
+    """Return the source of a gradient that is copied to a longer row, with zeros behind its elements."""
+    with torch.inference_mode(False):  # a later step could not write to inference tensors
+        row = torch.zeros(length, dtype=leaf.grad_dtype, device=leaf.device)
+    return GatheredGradients((position,), row, [row.as_strided(leaf.shape, leaf.strides)])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BoundExecutable:
+    """The executable of some operands, bound to the buffers on which a step calls it.
+
+    executable: the executable.
+    operands: its operands: first the parameters with their own buffers, then the buckets.
+    shared: the shared state of the joint sets that it updates.
+    hyperparam_offsets: where in the hyperparameters the numbers of each row of the table begin.
+    gradients: turns the gradients of the step into arguments.
+    streaming_stats: computes the statistics of the large gradients of the step, on its first executable; None where nothing does.
+    """
+
+    executable: executable.UpdateExecutable
+    operands: Sequence[ProgramOperand]
+    shared: Sequence[SharedState]
+    hyperparam_offsets: Sequence[int]
+    gradients: GradientArguments
+    streaming_stats: StreamingStats | None = None
+
+    @cached_property
+    def leaves(self) -> list[ParamRecord]:
+        return [leaf for operand in self.operands for leaf in operand.leaves]
+
+    @cached_property
+    def buckets(self) -> list[BucketState]:
+        return [operand.bucket for operand in self.operands if operand.bucket is not None]
 
     @property
-    def grad_arguments(self) -> list[tuple[int, tuple[int, ...] | None]]:
-        """For each row the position of its gradient and the order of its dimensions.
+    def device(self) -> torch.device:
+        return self.leaves[0].device
 
-        A row without gradient repeats those of another row.
-        """
-        if self.bucket is None:
-            return [(self.grad_positions[0], self.leaves[0].dim_order)]
-        by_row = {leaf.bucket_row: (position, leaf.dim_order) for leaf, position in zip(self.leaves, self.grad_positions, strict=True)}
-        return [by_row.get(row) or (self.grad_positions[0], self.leaves[0].dim_order) for row in self.rows]
-
-
-class BoundExecutable(launch.Launch):
-    """The executable of some operands: first the parameters with their own buffers, then the buckets."""
-
-    __slots__ = ("_operands", "_row_offsets", "buckets", "device", "leaves", "shared")
-
-    def __init__(
-        self,
-        operands: Sequence[ProgramOperand],
-        update_executable: executable.UpdateExecutable,
-        shared_states: Sequence[SharedState],
-        leaf_offsets: Sequence[int],
-    ) -> None:
-        self.executable, self.shared, self.streaming_stats, self.is_prepared = update_executable, shared_states, None, False
-        self._operands, self._row_offsets = operands, leaf_offsets
-        self.leaves = [leaf for block in operands for leaf in block.leaves]
-        self.device = self.leaves[0].device
-        self.copied_result_bytes = sum(
-            leaf.local_tensor.nbytes + in_flight.MAX_RESULT_PADDING
-            for leaf in self.leaves
-            if leaf.jax_buffer is None and leaf.device.type == "cpu"
-        )
-        self.buckets = [block.bucket for block in operands if block.bucket is not None]
-        self.bucket_grads, self.cat_gathers, self.copy_gathers, self.copy_targets = [], [], [], []
-        for block in operands:
-            if block.bucket is None or block.leaf_plan.grads_as_arguments or block.leaf_plan.addresses_grads:
-                continue
-            self.bucket_grads.append(block.bucket.gathered_grads(block.leaves[0]))
-            cat_target = block.bucket.cat_target(block.leaves)
-            if cat_target is not None:
-                self.cat_gathers.append((block.grad_positions, cat_target))
-            else:
-                self.copy_gathers += block.grad_positions
-                self.copy_targets += map(block.bucket.grad_row, block.leaves)
+    @cached_property
+    def copied_result_bytes(self) -> int:
+        """The bytes that a call allocates on a CPU for results which are copied."""
+        copied = [leaf for leaf in self.leaves if leaf.jax_buffer is None and leaf.device.type == "cpu"]
+        return sum(leaf.local_tensor.nbytes + in_flight.MAX_RESULT_PADDING for leaf in copied)
 
     @property
     def streamed_grads(self) -> list[tuple[int, int, str]]:
         """Position, elements and dtype of each gradient whose norm is computed before the program runs."""
         plan = self.executable.plan
-        blocks = [block for block in self._operands if plan.is_streamed(block.leaf_plan)]
-        return [(position, block.leaf_plan.size, block.leaf_plan.grad_dtype) for block in blocks for position in block.grad_positions]
+        streamed = [(operand.leaf_plan, operand.grad_positions) for operand in self.operands if plan.is_streamed(operand.leaf_plan)]
+        return [(position, leaf_plan.size, leaf_plan.grad_dtype) for leaf_plan, positions in streamed for position in positions]
 
-    def prepare(self) -> None:
-        """Look up all buffers, views and arguments that a call needs."""
-        blocks, leaf_offsets, program, shared = self._operands, self._row_offsets, self.executable, self.shared
-        own_buffer_leaves = [block.leaves[0] for block in blocks if block.bucket is None]
-        addressed = [block for block in blocks if block.leaf_plan.addresses_grads]  # such buckets have a program of their own
-        grad_arguments = [
-            (block, each) for block in blocks if block.bucket is None or block.leaf_plan.grads_as_arguments for each in block.grad_arguments
-        ]
-        copied_leaves = [leaf for leaf in own_buffer_leaves if leaf.jax_buffer is None]
-        self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].jax_buffer is not None]
-        self.params = [leaf.param for leaf in self.leaves if leaf.jax_buffer is not None or leaf.dtensor_layout is not None]
+    @cached_property
+    def arguments(self) -> launch.BoundArguments:
+        """The buffers, views and arguments of each call. An interrupted first access starts over at the next one."""
+        own = [operand.leaves[0] for operand in self.operands if operand.bucket is None]
+        copied = [leaf for leaf in own if leaf.jax_buffer is None]
+        copied_tensors, copied_orders = [leaf.local_tensor for leaf in copied], [leaf.dim_order for leaf in copied]
+        shapes, dtypes = [leaf.shape for leaf in copied], [leaf.dtype for leaf in copied]
         scalars: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in (x for leaf in own_buffer_leaves for x in leaf.scalar_state.values()):
+        for tensor in (x for leaf in own for x in leaf.scalar_state.values()):
             scalars.setdefault(tensor.dtype, []).append(tensor)
-        self.scalars = list(map(ScalarVector, scalars.values()))
-        self.copied_back, self.copied_back_dim_order = (
-            [leaf.local_tensor for leaf in copied_leaves],
-            [leaf.dim_order for leaf in copied_leaves],
+        row_offsets, active_rows = self._rows()
+        return launch.BoundArguments(
+            inplace=[operand.leaves[0] for operand in self.operands if operand.leaves[0].jax_buffer is not None],
+            params=[leaf.param for leaf in self.leaves if leaf.jax_buffer is not None or leaf.dtensor_layout is not None],
+            state=[buffer for part in (*self.operands, *self.shared) for buffer in part.state_buffers],
+            scalars=list(map(ScalarVector, scalars.values())),
+            copied_back=copied_tensors,
+            copied_back_dim_order=copied_orders,
+            copied_back_as_arguments=arguments_over(shapes, dtypes, copied_orders, self.device),
+            gradients=self.gradients,
+            mirrored=[tensor for tensor, _ in self._mirrors],
+            mirrors=[view for _, view in self._mirrors],
+            masks=[mask_buffer(leaf.element_mask, leaf.dim_order) for leaf in own if leaf.element_mask is not None],
+            row_offsets=row_offsets,
+            active_rows=active_rows,
         )
-        shapes, dtypes, needed = (
-            [leaf.shape for leaf in copied_leaves],
-            [leaf.dtype for leaf in copied_leaves],
-            list(map(bytes_needed, self.copied_back)),
-        )
-        on_cpu = self.device.type == "cpu"
-        self.copied_back_as_arguments = (
-            CpuArguments(shapes, dtypes, self.copied_back_dim_order, needed)
-            if on_cpu
-            else partial(as_call_arguments, dim_orders=self.copied_back_dim_order)
-        )
-        self.argument_positions = [position for _, (position, _) in grad_arguments] or [
-            position for block in addressed for position in block.grad_positions
-        ]
-        order = [*(order for _, (_, order) in grad_arguments), *(None for _ in self.bucket_grads)]
-        padded_lengths = {
-            at: block.leaf_plan.buffer[0][1] for at, (block, _) in enumerate(grad_arguments) if block.leaf_plan.valid_length is not None
-        }
-        if addressed:
-            self.as_arguments = BucketAddresses([block.row_addresses for block in addressed])
-        elif self.device.type == "cpu":
-            shapes = [*(block.leaves[0].shape for block, _ in grad_arguments), *(rows.shape for rows in self.bucket_grads)]
-            dtypes = [*(block.leaves[0].grad_dtype for block, _ in grad_arguments), *(rows.dtype for rows in self.bucket_grads)]
-            self.as_arguments = (
-                PaddedArguments(shapes, dtypes, order, padded_lengths) if padded_lengths else CpuArguments(shapes, dtypes, order)
-            )
-        else:
-            self.as_arguments = GpuArguments(order, any(leaf.dtype.is_complex for leaf in self.leaves))
-        self.mirrored, self.mirrors = [tensor for tensor, _ in self._mirrors], [view for _, view in self._mirrors]
-        self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.buffers]
-        self.masks = [mask_buffer(leaf.element_mask, leaf.dim_order) for leaf in own_buffer_leaves if leaf.element_mask is not None]
-        at, active = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
-        for block in blocks:
-            own = [leaf_offsets[leaf.hyperparam_row] for leaf in block.leaves]
-            at.append(np.full(len(block.rows), own[0], np.int32))
-            if block.bucket is not None:
-                rows = [leaf.bucket_row or 0 for leaf in block.leaves]
-                active.append(np.zeros(len(block.rows), np.bool_))
-                at[-1][rows], active[-1][rows] = own, True
-        self.row_offsets, self.active_rows = (allocation.constant_argument(np.concatenate(x), program.plan.device) for x in (at, active))
-        self._operands, self.is_prepared = (), True  # last, so that an interrupted call starts over
+
+    def _rows(self) -> list[np.ndarray | jax.Array]:
+        """Return for each leaf and each row of a bucket where its hyperparameters begin, and for each row whether it is updated."""
+        offsets, active = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
+        for operand in self.operands:
+            own = [self.hyperparam_offsets[leaf.hyperparam_row] for leaf in operand.leaves]
+            offsets.append(np.full(len(operand.rows), own[0], np.int32))
+            if operand.bucket is not None:
+                rows = [leaf.bucket_row or 0 for leaf in operand.leaves]
+                active.append(np.zeros(len(operand.rows), np.bool_))
+                offsets[-1][rows], active[-1][rows] = own, True
+        return [allocation.constant_argument(np.concatenate(x), self.executable.plan.device) for x in (offsets, active)]
 
     @property
     def _mirrors(self) -> Mirrors:
@@ -175,8 +166,8 @@ class BoundExecutable(launch.Launch):
         """Bind to the new addresses after results moved."""
         for part in (*self.leaves, *self.shared):
             part.rebind()
-        if self.mirrored:
-            foreach_copy_(self.mirrored, self.mirrors)  # earlier copies were read at the old addresses
+        if self._mirrors:  # earlier copies were read at the old addresses
+            foreach_copy_([tensor for tensor, _ in self._mirrors], [view for _, view in self._mirrors])
 
     def snapshot(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each tensor that the update may change, or that its failure may destroy, with a copy for `restore_values`."""

@@ -21,6 +21,7 @@ from bridge._compiler.spec import NO_EXTRA_ARGS, ExtraArgsSpec
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation
+from bridge._memory.gradient_sources import GradientArguments
 from bridge._memory.jax_buffers import JaxBuffer
 from bridge._process import gc_paused
 from bridge._runtime import executable
@@ -209,13 +210,13 @@ class LaunchCache:
     ) -> list[list[BoundExecutable]]:
         """Return the bound executable of each chunk, by device."""
         launches = [[self._bound(chunk, next(executables)) for chunk in part] for part in chunks]
-        for part in launches:
-            self._attach_streaming_stats(part)
-        return launches
+        return [[_with_streaming_stats(part), *part[1:]] for part in launches]
 
     def _bound(self, operands: Sequence[ProgramOperand], program: executable.UpdateExecutable) -> BoundExecutable:
         shared = [self.states.shared_states[joint_set] for joint_set in _list_joint_sets(operands)]
-        return BoundExecutable(operands, program, shared, self._hyperparam_table.row_offsets)
+        sources = [source for operand in operands for source in operand.grad_sources]
+        gradients = GradientArguments(sources, operands[0].leaves[0].device)
+        return BoundExecutable(program, operands, shared, self._hyperparam_table.row_offsets, gradients)
 
     def _prefetch_initial_state(
         self, leaves: Sequence[ParamRecord], values: Sequence[Sequence[float]]
@@ -259,9 +260,7 @@ class LaunchCache:
         allocation.release_freed_memory()
         with gc_paused():
             self.has_new_state = self.states.ensure_state(leaves, values)
-        launch = self._bound(blocks, program)
-        launch.prepare()
-        return launch
+        return self._bound(blocks, program)
 
     def _make_operands(
         self,
@@ -391,13 +390,6 @@ class LaunchCache:
             ) from error
         return [self._executables[key] for key in keys]
 
-    def _attach_streaming_stats(self, launches: Sequence[BoundExecutable]) -> None:
-        """Let the first executable of a device compute the statistics of large gradients of all executables, before any of them runs."""
-        plan, streamed_grads = launches[0].executable.plan, [each for launch in launches for each in launch.streamed_grads]
-        launches[0].streaming_stats = (
-            StreamingStats(streamed_grads, plan.clip, plan.has_loss_scale, plan.device) if streamed_grads else None
-        )
-
     def _make_plan(
         self, chunk: Sequence[ProgramOperand], grad_set: GradSet, is_one_of_several: bool, streams_stats: bool = True
     ) -> update.UpdatePlan:
@@ -462,6 +454,15 @@ class LaunchCache:
         if updated:
             error.add_note(f"This step has updated {updated} and no other parameter.")
         return bool(lost)
+
+
+def _with_streaming_stats(launches: Sequence[BoundExecutable]) -> BoundExecutable:
+    """Return the first executable of a device so that it computes the statistics of large gradients of all, before any of them runs."""
+    first, streamed = launches[0], [each for launch in launches for each in launch.streamed_grads]
+    plan = first.executable.plan
+    if not streamed:
+        return first
+    return replace(first, streaming_stats=StreamingStats(streamed, plan.clip, plan.has_loss_scale, plan.device))
 
 
 def _compile_stream_forks(chunks: Iterable[Sequence[Sequence[ProgramOperand]]], num_hyperparams: int) -> list[Future[None]]:

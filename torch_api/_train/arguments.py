@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from bridge._autograd.fast_signature import is_dense
+from bridge._compat.lookup import SAFE_MODE
 from bridge._compiler.spec import LeafSpec, Signature
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import why_unreadable
 from bridge._memory import adoption, jax_buffers
-from bridge._memory.call_arguments import AddressViews
+from bridge._memory.call_arguments import TensorViews
 from bridge._tracing.op_registry import is_autocast_enabled
 from bridge._train import train_program
 from torch_api._params.record import ParamRecord
@@ -43,7 +44,7 @@ class PerCallInput(NamedTuple):
     position: int
     tensor: torch.Tensor
     order: tuple[int, ...] | None
-    view: AddressViews | None
+    view: TensorViews | None
 
 
 class ModuleTensorSources:
@@ -118,7 +119,7 @@ class ModuleTensorSources:
         self.frozen_inputs.append(array)
         if array is None:
             self.per_call_inputs.append(
-                PerCallInput(position, tensor, order, AddressViews(_flat_shape(tensor)) if _is_viewable(tensor) else None)
+                PerCallInput(position, tensor, order, TensorViews(_flat_shape(tensor)) if _is_viewable(tensor) and not SAFE_MODE else None)
             )
         return position
 

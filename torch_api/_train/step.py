@@ -234,7 +234,7 @@ class JaxTrainStep:
             items.arrays,
             bound.grad_accumulators,
         )
-        written = [*bound.in_place_tensors, *launch.params] if updates else bound.in_place_tensors
+        written = [*bound.in_place_tensors, *launch.arguments.params] if updates else bound.in_place_tensors
         checks_finite = has_nan_checks()
         if bound.program.has_callback or checks_finite:
             transaction.snapshots += self._snapshot(bound, checks_finite)
@@ -275,7 +275,7 @@ class JaxTrainStep:
                 self._module_guard.refresh()
             storages.append(tensor.untyped_storage())
             tensor = tensor.clone() if view is None and jax_buffers.is_over_jax_buffer(tensor) else tensor  # the program writes this memory
-            (bound.frozen_inputs[position],) = as_call_arguments([tensor], [order]) if view is None else view([tensor.data_ptr()])
+            (bound.frozen_inputs[position],) = as_call_arguments([tensor], [order]) if view is None else view([tensor])
         return storages
 
     def _snapshot(self, bound: BoundTrainProgram, all_written: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:

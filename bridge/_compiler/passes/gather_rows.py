@@ -77,16 +77,9 @@ def map_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[.
     def all_rows(*inputs: jax.Array | AddressedRows) -> list[Array]:
         others = cast(list[jax.Array], [x for i, x in enumerate(inputs) if i != at])
         axes = [0 if each else None for i, each in enumerate(mapped) if i != at]
-        return jax.vmap(one_row, in_axes=(axes, 0))(others, [_gather_grads(cast(AddressedRows, inputs[at]), nth) for nth in range(reads)])
+        return jax.vmap(one_row, in_axes=(axes, 0))(others, [cast(AddressedRows, inputs[at]).gather(nth) for nth in range(reads)])
 
     return all_rows
-
-
-def _gather_grads(far: AddressedRows, nth: int) -> jax.Array:
-    count, length = far.shape
-    starts = (far.row_starts[:count] + far.row_starts[count + nth]).reshape(count, 1)
-    rows = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
-    return jax.lax.gather(far.memory, starts, rows, (length,), mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _dependents(jaxpr: Jaxpr, given: Var) -> set[Var]:

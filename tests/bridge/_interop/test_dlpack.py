@@ -189,16 +189,16 @@ def test_x64_scope_is_local_to_the_thread():
 def test_cached_call_arguments_equal_uncached_ones(odd):
     plain, other = torch.randn(7, 5), odd(torch.randn(6, 6))
     for tensors in ([plain], [plain, other], [plain.bfloat16()]):
-        found = call_arguments.CpuArguments([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
+        found = call_arguments.CpuArguments([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors, [])
         looked_at = call_arguments.as_call_arguments(tensors, [None] * len(tensors))
         assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(found, looked_at, strict=True))
-    (flat,) = call_arguments.CpuArguments([(7, 5)], [torch.float32], [None])([plain])
+    (flat,) = call_arguments.CpuArguments([(7, 5)], [torch.float32], [None])([plain], [])
     assert flat.ctypes.data == plain.data_ptr()
 
 
 def test_call_arguments_resolve_lazy_negation(monkeypatch):
     negated = torch._neg_view(torch.ones(3))
     take = call_arguments.CpuArguments([(3,)], [torch.float32], [None])
-    assert take([negated])[0].tolist() == [-1, -1, -1]
+    assert take([negated], [])[0].tolist() == [-1, -1, -1]
     monkeypatch.setattr(torch.Tensor, "is_neg", lambda _: False)
-    assert take([negated])[0].tolist() == [1, 1, 1]  # the check can fail
+    assert take([negated], [])[0].tolist() == [1, 1, 1]  # the check can fail

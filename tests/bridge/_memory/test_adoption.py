@@ -17,7 +17,7 @@ import torch
 
 import torch_api
 from bridge._memory import adoption, allocation, jax_buffers
-from bridge._runtime.in_flight import has_moved
+from bridge._memory.pending_results import has_moved
 
 pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 

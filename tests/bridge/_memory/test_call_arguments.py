@@ -31,23 +31,23 @@ def imports(monkeypatch):
 def test_address_is_imported_once_and_shows_current_values(imports):
     arguments = GpuArguments([None, None])
     a, b = torch.randn(64), torch.randn(4, 16)
-    first = arguments([a, b])
+    first = arguments([a, b], [])
     assert [x.unsafe_buffer_pointer() for x in first] == [a.data_ptr(), b.data_ptr()]
     assert [x.shape for x in first] == [(64,), (64,)]
     a.fill_(3)
-    second = arguments([a, b])
+    second = arguments([a, b], [])
     assert second[0] is first[0]
     assert float(jax.jit(jnp.sum)(second[0])) == 3 * 64
     assert imports == [a.data_ptr(), b.data_ptr()]
     c = torch.ones(64)
-    assert arguments([c, b])[0].unsafe_buffer_pointer() == c.data_ptr()
-    assert arguments([a, b])[0] is first[0]
+    assert arguments([c, b], [])[0].unsafe_buffer_pointer() == c.data_ptr()
+    assert arguments([a, b], [])[0] is first[0]
     assert len(imports) == 3
 
 
 def test_imports_keep_no_tensor_alive():
     arguments, tensor = GpuArguments([None]), torch.randn(1024)
-    arguments([tensor])
+    arguments([tensor], [])
     gc.collect()
     assert storage_use_count(tensor) == 1
 
@@ -55,7 +55,7 @@ def test_imports_keep_no_tensor_alive():
 def test_number_of_remembered_addresses_is_bounded(imports):
     arguments, tensors = GpuArguments([None]), [torch.zeros(16) for _ in range(call_arguments._MAX_REMEMBERED + 3)]
     for tensor in tensors:
-        arguments([tensor])
+        arguments([tensor], [])
     assert len(arguments._imports[0]) <= call_arguments._MAX_REMEMBERED
     assert len(imports) == len(tensors)
 
@@ -77,32 +77,32 @@ def test_arguments_have_logical_element_order(way):
         tensor = WAYS[way](ELEMENTS.view(shape))
         arguments = GpuArguments([None])
         for _ in range(3):
-            np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), tensor.reshape(-1).numpy(force=True))
+            np.testing.assert_array_equal(np.asarray(arguments([tensor], [])[0]), tensor.reshape(-1).numpy(force=True))
 
 
 def test_other_strides_or_lazy_negation_at_one_address_are_noticed():
     base = torch.randn(4, 4)
     arguments = GpuArguments([None])
-    as_it_is, turned = np.asarray(arguments([base])[0]).copy(), np.asarray(arguments([base.t()])[0]).copy()
+    as_it_is, turned = np.asarray(arguments([base], [])[0]).copy(), np.asarray(arguments([base.t()], [])[0]).copy()
     np.testing.assert_array_equal(as_it_is, base.reshape(-1).numpy())
     np.testing.assert_array_equal(turned, base.t().reshape(-1).numpy())
     negated = torch._neg_view(base)
     assert negated.data_ptr() == base.data_ptr()
-    np.testing.assert_array_equal(np.asarray(arguments([negated])[0]), -base.reshape(-1).numpy())
+    np.testing.assert_array_equal(np.asarray(arguments([negated], [])[0]), -base.reshape(-1).numpy())
 
 
 def test_lazy_conjugate_at_a_known_address_is_noticed():
     base = torch.randn(8, dtype=torch.complex64)
     arguments = GpuArguments([None], are_complex=True)
-    arguments([base])
-    np.testing.assert_array_equal(np.asarray(arguments([base.conj()])[0]), base.conj().resolve_conj().numpy())
+    arguments([base], [])
+    np.testing.assert_array_equal(np.asarray(arguments([base.conj()], [])[0]), base.conj().resolve_conj().numpy())
 
 
 def test_arguments_have_the_given_dim_order(imports):
     weight = torch.randn(2, 4, 2, 2).to(memory_format=torch.channels_last)
     arguments = GpuArguments([(0, 2, 3, 1)])
     for tensor in (weight, weight.contiguous(), weight):
-        np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), weight.permute(0, 2, 3, 1).reshape(-1).numpy())
+        np.testing.assert_array_equal(np.asarray(arguments([tensor], [])[0]), weight.permute(0, 2, 3, 1).reshape(-1).numpy())
     assert imports == [weight.data_ptr()]
 
 

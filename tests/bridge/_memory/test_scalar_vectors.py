@@ -72,12 +72,12 @@ def test_scalars_are_adjacent_and_read_without_a_copy():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     (launch,) = optimizer._launch_cache.last_used
-    (cells,) = launch.scalars
+    (cells,) = launch.arguments.scalars
     assert cells.length == 4 * len(ps)
     assert cells.read().__array_interface__["data"][0] == cells.address == min(optimizer.state[p]["step"].data_ptr() for p in ps)
     ps[1].requires_grad_(False)
     stepped(optimizer, ps, 1)
-    (cells,) = optimizer._launch_cache.last_used[0].scalars
+    (cells,) = optimizer._launch_cache.last_used[0].arguments.scalars
     assert cells.length == 0  # an inactive scalar lies between them
     assert cells.read().tolist() == [4.0] * (len(ps) - 1)
     assert int(optimizer.state[ps[1]]["step"]) == 3
@@ -177,7 +177,7 @@ def test_scalars_of_each_dtype_have_their_own_vector():
     optimizer = torch_api.PartitionedOptimizer(named.items(), transforms, labels)
     stepped(optimizer, list(named.values()))
     (launch,) = optimizer._launch_cache.last_used
-    kinds = {tuple({x.dtype for x in cells.tensors}): [float(x) for x in cells.tensors] for cells in launch.scalars}
+    kinds = {tuple({x.dtype for x in cells.tensors}): [float(x) for x in cells.tensors] for cells in launch.arguments.scalars}
     assert kinds.keys() == {(torch.float32,), (torch.int32,)}
     assert kinds[torch.int32,] == [3, 3]
     assert [float(optimizer.state[named[name]]["nu"]) for name in ("p0", "p1")] == kinds[torch.float32,]
@@ -194,7 +194,7 @@ def test_scalars_of_a_dtype_unknown_to_numpy_are_stacked():
     ps = params()
     optimizer = stepped(torch_api.OptaxOptimizer(ps, count, lr=1e-3), ps)
     (launch,) = optimizer._launch_cache.last_used
-    (cells,) = launch.scalars
+    (cells,) = launch.arguments.scalars
     assert cells.tensors[0].dtype is torch.bfloat16
     assert cells.length == 0
     assert [float(x) for x in cells.tensors] == [3.0] * len(ps)

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from oracles import random_params
 
 import torch_api
 from bridge._compiler import chunking
-from bridge._memory import adoption, allocation
+from bridge._memory import adoption, allocation, pending_results
 from bridge._runtime import cache, in_flight
 from bridge._xla import streams
 from bridge._xla.compile import LazyExecutable
@@ -59,14 +60,14 @@ def test_signal_during_a_step_is_handled_after_the_results_are_in_place(monkeypa
     def raises(*_):
         raise PreemptedError
 
-    before, wait = signal.signal(number, raises), in_flight.has_moved
+    before, finish = signal.signal(number, raises), pending_results.PendingCalls.finish
     params = random_params(shapes=[(20,)] * 6) + [torch.nn.Parameter(torch.zeros(20))]
     optimizers = torch_api.MaskedSGD(params[:6], lr=1.0), torch_api.MaskedSGD(params[6:], lr=1.0, writeback="copy")
     try:
         for optimizer, p in zip(optimizers, (params[0], params[6]), strict=True):
             stepped(optimizer, params)
             start = p.detach().clone()
-            monkeypatch.setattr(in_flight, "has_moved", lambda *args: (os.kill(os.getpid(), number), wait(*args))[1])
+            monkeypatch.setattr(pending_results.PendingCalls, "finish", lambda calls: (os.kill(os.getpid(), number), finish(calls))[1])
             with pytest.raises(PreemptedError):
                 optimizer.step()
             monkeypatch.undo()
@@ -82,14 +83,14 @@ def test_error_while_waiting_keeps_results_and_handlers(monkeypatch):
     params = random_params(shapes=[(30,)] * 5)
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
-    handler, wait = signal.getsignal(signal.SIGINT), in_flight.has_moved
+    handler, wait = signal.getsignal(signal.SIGINT), pending_results._pointer
     start = [p.detach().clone() for p in params]
 
     def broken(*args):
         wait(*args)
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(in_flight, "has_moved", broken)
+    monkeypatch.setattr(pending_results, "_pointer", broken)
     with pytest.raises(RuntimeError, match="lost the device") as caught:
         optimizer.step()
     assert "The step is not whole" not in "".join(getattr(caught.value, "__notes__", ()))
@@ -111,8 +112,9 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
         raise RuntimeError("lost the device")
 
     if where == "reader":
-        end = type(launches[0].streaming_stats).finish_reading
-        monkeypatch.setattr(type(launches[0].streaming_stats), "finish_reading", lambda reader: (end(reader), broken()))
+        read = type(launches[0].streaming_stats).__call__
+        lost = lambda reader, *args: (read(reader, *args), args[2].append(SimpleNamespace(block_until_ready=broken)))[0]  # noqa: E731
+        monkeypatch.setattr(type(launches[0].streaming_stats), "__call__", lost)
     else:
         real = in_flight.InFlight.__enter__
 
@@ -132,7 +134,7 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
     other.start()
     other.join(60)
     assert not other.is_alive()
-    memories = [memory for launch in launches for memory in launch.state]
+    memories = [memory for launch in launches for memory in launch.arguments.state]
     assert all(memory.array.is_ready() for memory in memories)  # every started program has ended
     assert not any(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
 
@@ -144,7 +146,7 @@ def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
     assert len(optimizer._launch_cache.last_used) > 1
-    wait, calls = in_flight.has_moved, []
+    wait, calls = pending_results._pointer, []
 
     def broken(*args):
         found = wait(*args)
@@ -154,7 +156,7 @@ def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
         return found
 
     start = [p.detach().clone() for p in params]
-    monkeypatch.setattr(in_flight, "has_moved", broken)
+    monkeypatch.setattr(pending_results, "_pointer", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         optimizer.step()
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from bridge import _process
 from bridge._compiler import plan
 from bridge._memory import address_space
 from bridge._process import x64
-from bridge._runtime import streaming_stats
+from bridge._runtime import in_flight, streaming_stats
 from bridge._xla import compile as reading_compile
 from bridge._xla import streams
 
@@ -32,9 +32,11 @@ def found(grads, clip, scaled, scale=4.0):
     for _, _, dtype in kinds:
         streaming_stats.streaming_stats_executable(dtype, clip, scaled, CPU).compile()
     reader = streaming_stats.StreamingStats(kinds, clip, scaled, CPU)
+    reads, held = [], []
     with x64():
-        result = np.asarray(reader(grads, [np.full(1, scale, np.float32)] if scaled else []))
-    reader.finish_reading()
+        result = np.asarray(reader(grads, [np.full(1, scale, np.float32)] if scaled else [], reads, held))
+    for array in reads:
+        array.block_until_ready()
     return result
 
 
@@ -81,11 +83,10 @@ def test_dense_gradients_in_any_order_are_not_copied():
     turned = base.view(16, 32, 50, 50).to(memory_format=torch.channels_last)
     sparse = torch.zeros(base.numel(), 2)[:, 0].copy_(base)
     for grad, copies in ((turned, 0), (sparse, 1)):
-        kind = streaming_stats._PerDtypeStats(
-            np.dtype(np.float32), [(0, base.numel())], streaming_stats.streaming_stats_executable("float32", True, False, CPU)
-        )
-        kind.shares([grad])
-        assert sum(copy.data_ptr() != grad.data_ptr() for copy in kind.copies) == copies
+        reader, held = streaming_stats.StreamingStats([(0, base.numel(), "float32")], True, False, CPU), []
+        with x64():
+            jax.block_until_ready(reader([grad], [], [], held))
+        assert sum(storage.data_ptr() != grad.untyped_storage().data_ptr() for storage in held) == copies
         np.testing.assert_allclose(found([grad], True, False), [squares([base]), 0.0], rtol=2e-7)
 
 
@@ -155,8 +156,9 @@ def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
     assert launches(optimizer)[0].streaming_stats is not None
     assert launches(other)[0].streaming_stats is None
     assert max(map(movement_error, params, plain, start)) < 1e-5
-    read = streaming_stats._PerDtypeStats.shares
-    monkeypatch.setattr(streaming_stats._PerDtypeStats, "shares", lambda self, grads: read(self, grads)[:1])
+    make = streaming_stats._PerDtypeStats.__init__
+    first_share = lambda self, *args: (make(self, *args), setattr(self, "shares", self.shares[:1]))[0]  # noqa: E731
+    monkeypatch.setattr(streaming_stats._PerDtypeStats, "__init__", first_share)
     monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1 << 19)
     monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1 << 19)
@@ -205,17 +207,18 @@ def test_gradients_stay_alive_until_they_are_read_even_if_the_step_fails(monkeyp
     optimizer = ours(params)
     train(params, 2, optimizer.step)
     before, launch = clones(params), launches(optimizer)[0]
-    ends = []
-    end = streaming_stats.StreamingStats.finish_reading
-    monkeypatch.setattr(streaming_stats.StreamingStats, "finish_reading", lambda self: ends.append(len(self._partial_stats)) or end(self))
+    flights, leave = [], in_flight.InFlight.__exit__
+    monkeypatch.setattr(in_flight.InFlight, "__exit__", lambda self, *error: flights.append((self, len(self.held))) or leave(self, *error))
     for form in ("update", "inline_executable"):  # the call of several programs, and that of one
         monkeypatch.setattr(launch.executable, form, lambda *_: 1 / 0)
     give(params, 9)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert ends
-    assert ends[0] > 0
-    assert not launch.streaming_stats._partial_stats
+    ((flight, held),) = flights
+    assert flight.reads
+    assert all(array.is_ready() for array in flight.reads)
+    assert held >= 3
+    assert not flight.held
     assert all(map(torch.equal, params, before))
 
 

@@ -14,8 +14,9 @@ import torch
 import bridge
 import torch_api
 from bridge._compiler import chunking
+from bridge._memory import pending_results
 from bridge._process import x64
-from bridge._runtime import execute, in_flight
+from bridge._runtime import execute
 from bridge._xla import streams
 from torch_api._params import buckets
 
@@ -88,7 +89,7 @@ def test_failed_step_restores_the_stream(monkeypatch):
     def broken(*_):
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(in_flight, "has_moved", broken)
+    monkeypatch.setattr(pending_results, "_pointer", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         steps(params, optimizer, 1)
     assert streams._stream_calls[0]() == own

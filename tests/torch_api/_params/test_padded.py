@@ -15,7 +15,7 @@ from oracles import FUSES, clones, movement_error, random_grads, run_pair, same,
 import torch_api
 from bridge import _process
 from bridge._compiler import chunking, plan
-from bridge._memory import address_space, call_arguments
+from bridge._memory import address_space
 from bridge._runtime import cache, streaming_stats
 from torch_api._params import buckets
 from torch_api._step import bound_executable
@@ -148,13 +148,14 @@ def test_padded_parameters_move_like_unpadded_ones(masked, dtype, options, bound
             assert error <= max(bound, 1e-6 if x.itemsize > 2 else 1e-3) * y.to(wide).norm()
 
 
-class NonzeroPadding(call_arguments.PaddedArguments):
-    """Padded arguments whose padding is not zero."""
+def nonzero_padding(*args):
+    """Return the source of a padded gradient whose padding is not zero."""
+    source = PADDED_GRADIENT(*args)
+    source.buffer.fill_(1e3)
+    return source
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        for row, _ in self._rows.values():
-            row.fill_(1e3)
+
+PADDED_GRADIENT = bound_executable._padded_gradient
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["read ahead", "in the program"])
@@ -166,7 +167,7 @@ def test_norm_excludes_the_padding(ahead, broken, monkeypatch):
     if broken and ahead:
         monkeypatch.setattr(plan.LeafPlan, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:
-        monkeypatch.setattr(bound_executable, "PaddedArguments", NonzeroPadding)
+        monkeypatch.setattr(bound_executable, "_padded_gradient", nonzero_padding)
     params = parameters([(PRIME,)])
     start, others = clones(params), clones(params)
     ours, theirs = torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=1.0), torch.optim.SGD(others, lr=0.1)

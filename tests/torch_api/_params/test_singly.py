@@ -117,12 +117,10 @@ def test_gradients_are_arguments_without_a_copy():
     set_grads(ours, random_grads(ours))
     optimizer.step()
     (only,) = optimizer._launch_cache.last_used
-    assert not only.bucket_grads
-    assert not only.cat_gathers
-    assert not only.copy_gathers
+    assert not only.gradients.buffers
     assert all(pack._gathered_grads is None for pack in only.buckets)
     size = sum(math.prod(shape) for shape in SHAPES)
-    assert len(only.argument_positions) == len(SHAPES)
+    assert len(only.gradients.positions) == len(SHAPES)
     assert only.executable.elements == size
 
 
