@@ -20,7 +20,7 @@ from .lookup import private
 
 # Whether jax has started a client. Without it "no", which is what `bool()` returns. XLA_FLAGS may then be set too late, which has no
 # effect, and a process that was forked after jax had started is not recognized.
-client_started: Callable[[], bool] = private("jax._src.xla_bridge.backends_are_initialized", bool)
+client_started: Callable[[], bool] = private("jax._src.xla_bridge.backends_are_initialized", bool, needed=True)
 
 
 # ------------------------------------------------------------------ an entry of `xla_backend_extra_options` for one program
@@ -185,8 +185,8 @@ def cache_hits() -> int:
 # ------------------------------------------------------------------ traces
 
 
-_get_trace_state: Callable[..., object] | None = private("jax.extend.core.get_opaque_trace_state", None) or private(
-    "jax.core.get_opaque_trace_state", None
+_get_trace_state: Callable[..., object] | None = private("jax.extend.core.get_opaque_trace_state", None, needed=True) or private(
+    "jax.core.get_opaque_trace_state", None, needed=True
 )
 
 

@@ -12,13 +12,14 @@ SAFE_MODE = os.environ.get("MASKBRIDGE_SAFE", "0") not in ("", "0")
 NAMES: set[str] = set()  # the paths that were looked up
 
 
-def private(path: str, fallback: Any) -> Any:
+def private(path: str, fallback: Any, needed: bool = False) -> Any:
     """Return the object at a path in an imported package, such as "torch._C._from_dlpack".
 
-    Return `fallback` if there is none, and always in the safe mode.
+    Return `fallback` if there is none. In the safe mode return it too, unless the name is `needed`: no public name does the same, and
+    without it torch code cannot be traced, or an error is not recognized.
     """
     NAMES.add(path)
-    if SAFE_MODE:
+    if SAFE_MODE and not needed:
         return fallback
     parts = path.split(".")
     modules = (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))

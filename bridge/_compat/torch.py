@@ -168,11 +168,11 @@ functorch_is_active: Callable[[], bool] = private("torch._C._are_functorch_trans
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 
 # Whether a tensor is batched by torch's old vmap. Without it torch itself raises an error for such a tensor, with a text of its own.
-is_legacy_batch: Callable[[torch.Tensor], bool] = private("torch._C._functorch.is_legacy_batchedtensor", _no)
+is_legacy_batch: Callable[[torch.Tensor], bool] = private("torch._C._functorch.is_legacy_batchedtensor", _no, needed=True)
 
 # The class that gives `torch.autograd.Function` its `apply`, also an `apply` kept in a variable. Without it `Function` itself: an `apply`
 # kept in a variable then runs torch's own code, which fails on traced tensors.
-FUNCTION_BASE: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
+FUNCTION_BASE: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function, needed=True)
 
 
 def unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ def unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., An
 
 # Let torch's modes and subclasses act again, in the handler of a signal that arrives while they are disabled. Without it such a handler
 # may not trace.
-with_overrides: Callable[[], AbstractContextManager[object]] = private("torch._C._EnableTorchFunction", nullcontext)
+with_overrides: Callable[[], AbstractContextManager[object]] = private("torch._C._EnableTorchFunction", nullcontext, needed=True)
 
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -199,7 +199,7 @@ make_subclass: Callable[[type, torch.Tensor], Any] = private("torch.Tensor._make
 # ------------------------------------------------------------------ modules
 
 # Hooks that run before the forward of any module. Without it a counter of FLOPs is not recognized, and fails on traced tensors.
-global_forward_pre_hooks: Mapping[int, object] = private("torch.nn.modules.module._global_forward_pre_hooks", {})
+global_forward_pre_hooks: Mapping[int, object] = private("torch.nn.modules.module._global_forward_pre_hooks", {}, needed=True)
 
 # The batch norms, the norms with statistics of batches, and the convolutions. Without these base classes, the classes of torch.nn.
 _BATCH = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -225,12 +225,12 @@ _PUBLIC_NAMESPACES = {
     "_special": (torch.special, "special_"),
 }
 PRIVATE_NAMESPACES: dict[str, Any] = {
-    f"torch._C.{name}": private(f"torch._C.{name}", _named(*public)) for name, public in _PUBLIC_NAMESPACES.items()
+    f"torch._C.{name}": private(f"torch._C.{name}", _named(*public), needed=True) for name, public in _PUBLIC_NAMESPACES.items()
 }
 SPECIAL: Any = PRIVATE_NAMESPACES["torch._C._special"]
 
 # `stft` below torch's Python code, which pads. Without it torch.stft has no implementation, and the error names the function it calls.
-unpadded_stft: Callable[..., torch.Tensor] | None = private("torch._C._VariableFunctions.stft", None)
+unpadded_stft: Callable[..., torch.Tensor] | None = private("torch._C._VariableFunctions.stft", None, needed=True)
 
 
 def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
 
 
 # A draw from a Dirichlet distribution. Without it the same distribution with other draws.
-sample_dirichlet: Callable[[torch.Tensor], torch.Tensor] = private("torch._sample_dirichlet", _dirichlet)
+sample_dirichlet: Callable[[torch.Tensor], torch.Tensor] = private("torch._sample_dirichlet", _dirichlet, needed=True)
 
 OVERLOAD_PACKET: type = type(torch.ops.aten.add)  # the class of `torch.ops.aten.NAME`
 

@@ -263,6 +263,7 @@ def measured(name):
         return CONFIGURATIONS[name]()
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_cost_of_a_step_equals_the_baseline(name):
     known = baseline()

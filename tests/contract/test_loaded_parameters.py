@@ -82,6 +82,7 @@ def steps(parameters, optimizer):
         optimizer.step()
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("load", LOADERS)
 def test_loaded_parameters_are_updated_in_their_own_memory(load, tmp_path):
     loaded, twin = load(tmp_path), model()
@@ -98,6 +99,7 @@ def test_loaded_parameters_are_updated_in_their_own_memory(load, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("is_held", [False, True])
 def test_tensors_of_a_file_are_trained_in_place(is_held, tmp_path):
     safetensors.torch.save_file({"w": torch.ones(4, 4)}, tmp_path / "weights.safetensors")
@@ -118,6 +120,7 @@ def test_tensors_of_a_file_are_trained_in_place(is_held, tmp_path):
     assert (loaded["w"].grad == 3).all()
 
 
+@pytest.mark.fast_path
 def test_a_train_step_updates_loaded_parameters_in_their_own_memory(tmp_path):
     loaded, x = by_safetensors(tmp_path), torch.ones(2, 8)
     optimizer = torch_api.MaskedSGD(loaded.named_parameters(), lr=0.1)
@@ -170,6 +173,7 @@ def of_a_kept_dict(_):
     return state["w"], state["w"].numpy()
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("share", [of_numpy, of_a_buffer, of_dlpack, of_a_mapped_array, of_a_shared_file, of_a_kept_dict])
 def test_memory_with_another_holder_gets_the_updates(share, tmp_path):
     tensor, other = share(tmp_path)
@@ -186,6 +190,7 @@ def test_memory_with_another_holder_gets_the_updates(share, tmp_path):
     np.testing.assert_array_equal(other, parameter.detach())
 
 
+@pytest.mark.fast_path
 def test_numpy_view_of_a_parameter_gets_the_updates():
     parameter = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
     array = parameter.numpy()
@@ -196,6 +201,7 @@ def test_numpy_view_of_a_parameter_gets_the_updates():
     np.testing.assert_array_equal(array, parameter.detach())
 
 
+@pytest.mark.fast_path
 def test_parameters_in_own_memory_and_requested_copies_do_not_warn():
     array = np.ones((4, 4), np.float32)
     parameter, other = torch.nn.Parameter(torch.from_numpy(array)), torch.nn.Parameter(torch.from_numpy(array.copy()))
@@ -209,6 +215,7 @@ def test_parameters_in_own_memory_and_requested_copies_do_not_warn():
     torch.testing.assert_close(other, parameter)
 
 
+@pytest.mark.fast_path
 def test_warning_raised_as_an_error_leaves_the_optimizer_usable():
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = torch_api.MaskedSGD([parameter], lr=0.1, momentum=0.9)
@@ -230,6 +237,7 @@ def test_jax_arrays_are_never_written_to():
     assert (array == 1).all()
 
 
+@pytest.mark.fast_path
 def test_numpy_memory_is_not_adopted_if_gc_cannot_list_holders(tmp_path):
     file = tmp_path / "numbers"
     np.zeros(8, np.float32).tofile(file)
@@ -275,6 +283,7 @@ THAWS = {
 }
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("first", ["the train step", "the optimizer"])
 @pytest.mark.parametrize("thaw", THAWS)
 def test_thawed_parameter_of_a_train_step_is_updated_in_place(thaw, first):

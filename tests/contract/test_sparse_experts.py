@@ -56,6 +56,7 @@ def held():
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("absent", [0.3, 0.7, 0.9])
 def test_random_subsets_move_as_in_torch_with_few_programs(absent):
     ours, theirs, start = experts()

@@ -48,6 +48,7 @@ def train_step(weight):
     return step, check
 
 
+@pytest.mark.fast_path
 def test_train_step_aligns_a_frozen_weight_once(tmp_path):
     weight = parameter(unaligned(tmp_path))
     step, check = train_step(weight)
@@ -61,6 +62,7 @@ def test_train_step_aligns_a_frozen_weight_once(tmp_path):
     assert step.cache_info().compilations == 1
 
 
+@pytest.mark.fast_path
 def test_train_step_aligns_a_weight_once_its_other_holder_is_gone(tmp_path):
     loaded = unaligned(tmp_path)
     weight = torch.nn.Parameter(loaded["weight"], requires_grad=False)
@@ -76,6 +78,7 @@ def test_train_step_aligns_a_weight_once_its_other_holder_is_gone(tmp_path):
     assert step.cache_info().compilations == 1
 
 
+@pytest.mark.fast_path
 def test_train_step_aligns_an_unaligned_buffer(tmp_path):
     class Shifted(torch.nn.Module):
         def __init__(self, shift):
@@ -95,6 +98,7 @@ def test_train_step_aligns_an_unaligned_buffer(tmp_path):
     assert is_aligned(model.shift)
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_jax_function_aligns_a_parameter_once(dtype, tmp_path):
     weight, double = parameter(unaligned(tmp_path, dtype)), bridge.jax_function(lambda w, x: 2 * w + x.astype(w.dtype))
@@ -106,6 +110,7 @@ def test_jax_function_aligns_a_parameter_once(dtype, tmp_path):
     assert weight.data_ptr() == address
 
 
+@pytest.mark.fast_path
 def test_jax_function_aligns_a_strided_trained_parameter(tmp_path):
     weight = torch.nn.Parameter(unaligned(tmp_path).pop("weight").t())
     bridge.jax_function(lambda w: jnp.sum(w**2))(weight).backward()
@@ -114,6 +119,7 @@ def test_jax_function_aligns_a_strided_trained_parameter(tmp_path):
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
 
 
+@pytest.mark.fast_path
 def test_memory_with_another_holder_is_not_moved(tmp_path):
     double, loaded = bridge.jax_function(lambda w: 2 * w), unaligned(tmp_path)
     kept = torch.nn.Parameter(loaded["weight"], requires_grad=False)

@@ -153,3 +153,16 @@ def test_package_is_typed_and_its_metadata_is_complete():
     for dependency in project["dependencies"]:
         name, lower = re.match(r"([\w-]+).*?>=([\d.]+)", dependency).groups()
         assert re.search(rf"^{name}=={re.escape(lower)}(\.0)*$", oldest, flags=re.MULTILINE), f"{name} {lower} is not in oldest.txt"
+
+
+def test_only_one_package_takes_memory_by_address():
+    """Another package would have to check the storage and hold it, as `bridge._memory` does. The probes of DLPack compare two addresses."""
+    takes = re.compile(r"\b(from_address|memmove|memset|frombuffer|__array_interface__|__cuda_array_interface__|unsafe_buffer_pointer)\b")
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for package in ("bridge", "torch_api")
+        for path in (ROOT / package).rglob("*.py")
+        if path.parent.name != "_memory"
+        for name in takes.findall(path.read_text())
+    }
+    assert found == {("bridge/_interop/dlpack.py", "unsafe_buffer_pointer"), ("bridge/_runtime/execute.py", "frombuffer")}

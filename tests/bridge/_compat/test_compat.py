@@ -36,7 +36,7 @@ def without_names(module):
     """Return a copy of a module of `_compat` that finds no private name."""
     copy = importlib.util.module_from_spec(module.__spec__)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "private", lambda path, otherwise: otherwise)
+        patch.setattr(lookup, "private", lambda path, otherwise, needed=False: otherwise)
         module.__spec__.loader.exec_module(copy)
     return copy
 
@@ -67,6 +67,13 @@ def test_requested_upstream_names_are_still_missing(index):
 def test_fallback_is_used_for_missing_names_and_packages():
     assert [lookup.private(path, 7) for path in ("torch._C._no_such", "torch._no.such", "no_such_package._x")] == [7, 7, 7]
     lookup.NAMES.difference_update({"torch._C._no_such", "torch._no.such", "no_such_package._x"})
+
+
+def test_safe_mode_uses_only_names_that_are_needed(monkeypatch):
+    assert lookup.private("torch._foreach_copy_", None) is torch._foreach_copy_
+    monkeypatch.setattr(lookup, "SAFE_MODE", True)
+    assert lookup.private("torch._foreach_copy_", None) is None
+    assert lookup.private("torch._foreach_copy_", None, needed=True) is torch._foreach_copy_
 
 
 # ------------------------------------------------------------------ torch
@@ -377,7 +384,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("bridge._compat.lookup", sys.argv[1])
 sys.modules["bridge._compat.lookup"] = lookup = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lookup)
-lookup.private = lambda path, otherwise: otherwise
+lookup.private = lambda path, otherwise, needed=False: otherwise
 
 import jax, numpy, torch, bridge, torch_api
 from torch import nn
