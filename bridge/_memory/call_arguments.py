@@ -130,15 +130,15 @@ class CpuArguments:
                 return as_call_arguments(tensors, self._dim_orders)
             if all(addresses) and (
                 bytes_held == self._sizes
-                or all(map(operator.ge, bytes_held, map(operator.add, self._sizes, map(_byte_offset, tensors, self._itemsizes))))
+                or all(
+                    map(
+                        operator.ge, bytes_held, map(operator.add, self._sizes, map(operator.mul, map(offset_of, tensors), self._itemsizes))
+                    )
+                )
             ):
                 held += storages
                 return list(self._views.arrays_over(self._views.buffers_at(addresses)))  # a call of `_views` would be one more frame
         return as_call_arguments(tensors, self._dim_orders)
-
-
-def _byte_offset(tensor: torch.Tensor, itemsize: int) -> int:
-    return int(offset_of(tensor)) * itemsize
 
 
 def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:

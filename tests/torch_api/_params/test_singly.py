@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import optax
 import pytest
@@ -185,9 +186,9 @@ def test_train_step_and_eager_steps_alternate():
 
 def test_gradient_in_the_wrong_row_is_detected(monkeypatch):
     """The comparison above can fail."""
-    monkeypatch.setattr(
-        bound_executable.ProgramOperand, "grad_arguments", property(lambda self: [(p, None) for p in self.grad_positions[::-1]])
-    )
+    sources = bound_executable.ProgramOperand.grad_sources.fget
+    reversed_positions = lambda found: [replace(x, position=y.position) for x, y in zip(found, found[::-1], strict=True)]  # noqa: E731
+    monkeypatch.setattr(bound_executable.ProgramOperand, "grad_sources", property(lambda self: reversed_positions(sources(self))))
     with pytest.raises(AssertionError):
         compare_with_unbucketed(MAKE["AdamW"], parameters())
 
