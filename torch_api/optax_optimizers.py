@@ -1,7 +1,7 @@
 """Classes for optax's optimizers: optax's arguments in optax's order, with `lr` for `learning_rate`, then the options of `OptaxOptimizer`.
 
 `mask` selects which parameters are optimized. For optax's `mask`, which selects the parameters that decay, give `decay_mask`.
-`betas=(b1, b2)` may replace b1 and b2, as in torch's optimizers.
+`betas=(b1, b2)` may replace b1 and b2, as in torch's optimizers; it has as many numbers as the class has betas.
 """
 
 from __future__ import annotations
@@ -253,14 +253,15 @@ def _eval_weight(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
     return (y - (1.0 - b1) * z) / b1
 
 
-def _read_betas(owner: type, engine: MutableParamGroup, b1: float, b2: float) -> tuple[float, float]:
-    """Return b1 and b2 of the keyword arguments. `betas` is removed from `engine`; b1 and b2 must have their defaults then."""
+def _read_betas(owner: type, engine: MutableParamGroup, *values: float) -> tuple[float, ...]:
+    """Return b1, b2 and so on of the keyword arguments. `betas` is removed from `engine`; `values` must be the defaults then."""
     if "betas" not in engine:
-        return b1, b2
+        return values
+    names = tuple(f"b{i}" for i in range(1, len(values) + 1))
     defaults = inspect.signature(owner.__init__).parameters
-    given = {name: value for name, value in (("b1", b1), ("b2", b2)) if value is not defaults[name].default}
-    both = expand_betas(owner.__name__, {"betas": engine.pop("betas")} | given, ("b1", "b2"))
-    return both["b1"], both["b2"]
+    given = {name: value for name, value in zip(names, values, strict=True) if value is not defaults[name].default}
+    expanded = expand_betas(owner.__name__, {"betas": engine.pop("betas")} | given, names)
+    return tuple(expanded[name] for name in names)
 
 
 def _without_none(**options: object) -> MutableParamGroup:

@@ -1,6 +1,7 @@
 """Schedulers that cycle momentum work with optimizers that name it b1; `betas` is an alias of b1 and b2 there."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -30,11 +31,15 @@ def partitioned(params, first, second):
     return torch_api.PartitionedOptimizer([(f"p{i}", p) for i, p in enumerate(params)], transforms, labels={"p0": "a", "p1": "b"})
 
 
+# class without "Masked" -> the names of its betas, of those that have b1, as in optax
+BETAS = {
+    name.removeprefix("Masked"): tuple(key for key in inspect.signature(getattr(torch_api, name)).parameters if key in ("b1", "b2", "b3"))
+    for name in torch_api.__all__
+    if name.startswith("Masked") and "b1" in inspect.signature(getattr(torch_api, name)).parameters
+}
+
 # name -> (make an optimizer of parameters, the key of the first momentum in its groups)
-MAKE = {
-    name: (lambda params, name=name: getattr(torch_api, f"Masked{name}")(params, lr=1e-3), ("b1",))
-    for name in ("Lion", "Lamb", "AdaBelief", "Yogi", "ScheduleFreeAdamW")
-} | {
+MAKE = {name: (lambda params, name=name: getattr(torch_api, f"Masked{name}")(params, lr=1e-3), ("b1",)) for name in BETAS} | {
     "Lars": (lambda params: torch_api.MaskedLars(params, lr=1e-3), ("momentum",)),
     "optax.adamw": (lambda params: torch_api.OptaxOptimizer(params, optax.adamw, lr=1e-3), ("b1",)),
     "optax.adan": (lambda params: torch_api.OptaxOptimizer(params, optax.adan, lr=1e-3), ("b1",)),
@@ -100,22 +105,24 @@ def test_first_momentum_is_cycled_as_in_torch(schedule, name):
     torch.testing.assert_close(params, twins, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["Lion", "Lamb", "AdaBelief", "Yogi", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("name", BETAS)
 def test_betas_set_b1_and_b2(name):
-    made = getattr(torch_api, f"Masked{name}")
-    for betas in ((0.8, 0.5), [0.8, 0.5], np.array([0.8, 0.5]), torch.tensor([0.8, 0.5], dtype=torch.float64)):
+    made, names = getattr(torch_api, f"Masked{name}"), BETAS[name]
+    values = (0.8, 0.5, 0.4)[: len(names)]
+    for betas in (values, [*values], np.array(values), torch.tensor(values, dtype=torch.float64)):
         group = made(parameters(), lr=0.1, betas=betas).param_groups[0]
-        assert (float(group["b1"]), float(group["b2"])) == (0.8, 0.5)
-    for options in ({"betas": (0.8, 0.5), "b1": 0.8}, {"betas": (0.8, 0.5), "b2": 0.5}):
-        with pytest.raises(TypeError, match=r"both betas and b[12] are given"):
-            made(parameters(), lr=0.1, **options)
-    for betas in ((0.8,), (0.8, 0.5, 0.5), 0.8, ()):
-        with pytest.raises(ValueError, match=r"betas is .*; expected 2 numbers, for b1, b2"):
+        assert tuple(float(group[key]) for key in names) == values
+    for key, value in zip(names, values, strict=True):
+        with pytest.raises(TypeError, match=f"both betas and {key} are given"):
+            made(parameters(), lr=0.1, betas=values, **{key: value})
+    for betas in (values[:-1], (*values, 0.5), 0.8, ()):
+        with pytest.raises(ValueError, match=rf"betas is .*; expected {len(names)} numbers, for {', '.join(names)}"):
             made(parameters(), lr=0.1, betas=betas)
-    groups = [{"params": [p], "betas": (0.7, 0.6)} for p in parameters()]
+    first, second = (0.7, 0.6, 0.3)[: len(names)], (0.5, 0.4, 0.2)[: len(names)]
+    groups = [{"params": [p], "betas": first} for p in parameters()]
     optimizer = made(groups, lr=0.1)
-    optimizer.add_param_group({"params": parameters()[:1], "betas": (0.5, 0.4)})
-    assert [(g["b1"], g["b2"]) for g in optimizer.param_groups] == [(0.7, 0.6), (0.7, 0.6), (0.5, 0.4)]
+    optimizer.add_param_group({"params": parameters()[:1], "betas": second})
+    assert [tuple(g[key] for key in names) for g in optimizer.param_groups] == [first, first, second]
 
 
 def test_betas_set_the_arguments_of_factories_and_labels():

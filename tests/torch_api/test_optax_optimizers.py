@@ -1,6 +1,7 @@
 """Classes of optax's optimizers match optax in pure JAX; schedule-free weights for evaluation."""
 
 import copy
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from oracles import CLOSE, movement_error
 
 import bridge
 import torch_api
+from torch_api import optax_optimizers
 
 pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 
+# The class without "Masked" -> (optax's function, options to compare with optax). Options differ enough from the defaults to show.
 CASES = {
     "Lion": (optax.lion, [{}, {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1}]),
     "Lamb": (optax.lamb, [{}, {"b1": 0.8, "eps": 1e-3, "weight_decay": 0.1}]),
@@ -25,6 +28,13 @@ CASES = {
     "ScheduleFreeAdamW": (optax.contrib.schedule_free_adamw, [{}, {"b1": 0.95, "weight_decay": 0.1}, {"warmup_steps": 5}]),
 }
 ALL = [(name, options) for name, (_, all_) in CASES.items() for options in all_]
+# The name of optax's argument that selects the parameters that decay.
+DECAY_MASKS = {
+    name: key
+    for name, (function, _) in CASES.items()
+    for key in ("mask", "weight_decay_mask")
+    if key in inspect.signature(function).parameters
+}
 
 
 def make(name, params, **options):
@@ -115,9 +125,9 @@ def test_masks_freeze_and_checkpoints_resume_without_compiling(name):
     assert all(torch.equal(p, twins[n]) for n, p in params.items())
 
 
-@pytest.mark.parametrize("name", ["Lion", "Lamb", "Lars"])
+@pytest.mark.parametrize("name", DECAY_MASKS)
 def test_decay_mask_replaces_the_mask_of_optax(name):
-    key = "weight_decay_mask" if name == "Lars" else "mask"
+    key = DECAY_MASKS[name]
     params = parameters()
     tree = {n: jnp.array(p.detach().numpy().copy()) for n, p in params.items()}
     optimizer = make(name, params.items(), lr=0.01, weight_decay=0.5, decay_mask={"body.weight": True, "body.bias": False})
@@ -130,9 +140,38 @@ def test_decay_mask_replaces_the_mask_of_optax(name):
         torch.testing.assert_close(p.detach(), torch.tensor(np.array(tree[n] + updates[n])))
 
 
-def test_arguments_are_those_of_optax():
-    import inspect
+@pytest.mark.quick
+def test_each_class_is_exported_and_has_a_case():
+    here = {
+        cls.__name__ for cls in vars(optax_optimizers).values() if isinstance(cls, type) and cls.__module__ == optax_optimizers.__name__
+    }
+    assert here == {f"Masked{name}" for name in CASES}
+    assert here <= set(torch_api.__all__)
 
+
+def recorded(monkeypatch, name, *args, **options):
+    """Return the transformation and the arguments that a class gives to `OptaxOptimizer`."""
+    found = []
+    monkeypatch.setattr(torch_api.OptaxOptimizer, "__init__", lambda _, params, tx, **arguments: found.append((tx, arguments)))
+    make(name, [], *args, **options)
+    return found[0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CASES)
+def test_each_argument_reaches_optax_under_its_name(name, monkeypatch):
+    names = [n for n in inspect.signature(getattr(torch_api, f"Masked{name}")).parameters if n not in ("params", "engine")]
+    values = {n: 0.5 + 0.01 * i for i, n in enumerate(names)}
+    assert recorded(monkeypatch, name, **values) == (CASES[name][0], values)
+    betas = {n: value for n, value in values.items() if n in ("b1", "b2", "b3")}
+    if betas:
+        found = recorded(monkeypatch, name, lr=0.1, betas=tuple(betas.values()))[1]
+        assert betas.items() <= found.items()
+        assert "betas" not in found
+
+
+@pytest.mark.quick
+def test_arguments_are_those_of_optax():
     for name, (function, _) in CASES.items():
         theirs = {n: p.default for n, p in inspect.signature(function).parameters.items() if n not in ("mask", "state_dtype")}
         ours = {n: p.default for n, p in inspect.signature(getattr(torch_api, f"Masked{name}")).parameters.items() if n != "params"}

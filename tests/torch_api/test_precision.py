@@ -15,6 +15,7 @@ from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_p
 
 import torch_api
 from bridge._ir.rounding import _stochastic_by_gap, random_bits, round_to_nearest, stochastic_round
+from torch_api import optax_optimizers
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
@@ -401,8 +402,8 @@ def drop_in(name, params):
     return cls(params, lr=1e-3) if name in FROM_OPTAX else cls(params)
 
 
-FROM_OPTAX = ["MaskedLion", "MaskedLamb", "MaskedLars", "MaskedAdaBelief", "MaskedYogi", "MaskedScheduleFreeAdamW"]
 DROP_IN = sorted(name for name in torch_api.__all__ if name.startswith("Masked"))
+FROM_OPTAX = [name for name in DROP_IN if getattr(torch_api, name).__module__ == optax_optimizers.__name__]
 
 
 @pytest.mark.slow
