@@ -22,7 +22,7 @@ from ._rules.validators import is_number
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of every optimizer. The docstring of `OptaxOptimizer` explains them."""
+    """The keyword arguments of every optimizer, with their defaults. The docstring of `OptaxOptimizer` explains them."""
 
     max_grad_norm: float | None = None
     writeback: str = "inplace"

@@ -50,7 +50,7 @@ FOREIGN, SHARED = "in memory of another library", "another tensor shares its sto
 
 def adopt(
     tensor: torch.Tensor,
-    writeback: str = "inplace",
+    writeback: str,
     *,
     needs_own_buffer: bool = False,
     previous_row: tuple[JaxBuffer, int] | None = None,

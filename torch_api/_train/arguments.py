@@ -73,7 +73,7 @@ class ModuleTensorSources:
                 self._sources[name] = self._source_of_written_buffer(module_guard.buffers[name])
 
     def _source_of_written_buffer(self, buffer: torch.Tensor) -> train_program.TensorSource:
-        memory, order, _, _ = adoption.adopt(buffer, needs_own_buffer=True)
+        memory, order, _, _ = adoption.adopt(buffer, "inplace", needs_own_buffer=True)
         spec = _spec(buffer, order)
         if memory is not None:
             self.donated_buffers.append(memory)

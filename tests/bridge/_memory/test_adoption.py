@@ -43,7 +43,7 @@ def own(tensor):
 def test_adopted_parameter_keeps_values_strides_and_identity(layout, dtype):
     param = own(layout().to(dtype))
     before, strides = param.detach().clone(), param.stride()
-    placement = adoption.adopt(param)
+    placement = adoption.adopt(param, "inplace")
     assert placement.jax_buffer is not None
     assert param.data_ptr() == placement.jax_buffer.array.unsafe_buffer_pointer()
     assert param.stride() == strides
@@ -55,7 +55,7 @@ def test_adopted_parameter_keeps_values_strides_and_identity(layout, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_donated_call_writes_into_the_parameters_memory(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
-    memory = adoption.adopt(param).jax_buffer
+    memory = adoption.adopt(param, "inplace").jax_buffer
     with jax.enable_x64(True):
         result = jax.jit(lambda x: x + x, donate_argnums=0)(memory.array).block_until_ready()
     address = param.data_ptr()
@@ -67,8 +67,8 @@ def test_donated_call_writes_into_the_parameters_memory(dtype):
 
 def test_parameter_is_adopted_once():
     param = own(torch.randn(8))
-    first = adoption.adopt(param).jax_buffer
-    assert adoption.adopt(param).jax_buffer is first
+    first = adoption.adopt(param, "inplace").jax_buffer
+    assert adoption.adopt(param, "inplace").jax_buffer is first
     assert adoption.adopt(param, "copy").jax_buffer is None
 
 
