@@ -2,9 +2,13 @@
 
 For float32, some samples of each operator are compared; for the other kinds of samples, a random part of the operators. Tests marked
 `nightly` compare every operator with each kind of samples. `operator_table` lists what is refused or differs, with the reason.
-MASKBRIDGE_TEST_SAMPLES compares more samples per operator, and MASKBRIDGE_TEST_SEED selects other operators.
+MASKBRIDGE_TEST_SAMPLES compares more samples per operator, and MASKBRIDGE_TEST_SEED selects other operators. MASKBRIDGE_TEST_OPERATOR
+compares only one operator, by its name in the database:
+
+    MASKBRIDGE_TEST_OPERATOR=special.i0e .venv/bin/python -m pytest tests/bridge/_tracing/ops/test_op_db.py
 """
 
+import difflib
 import os
 import random
 from pathlib import Path
@@ -23,9 +27,32 @@ SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
 SEED = int(os.environ.get("MASKBRIDGE_TEST_SEED", "0"))
 DTYPES = [kind for kind in KINDS if kind not in ("extremal", "complex results")]
 CHOSEN = 40  # operators of each kind in the random part
-PARTS = 24
+OPERATOR = os.environ.get("MASKBRIDGE_TEST_OPERATOR")
+PARTS = 1 if OPERATOR else 24
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples")]
+
+
+def check_operator(name):
+    """Raise an error if torch's database has no operator of this name."""
+    names = sorted({name for kind in KINDS for name in database(KINDS[kind])})
+    if name not in names:
+        near = [other for other in names if other.endswith(f".{name}")] or difflib.get_close_matches(name, names)
+        raise ValueError(
+            f"MASKBRIDGE_TEST_OPERATOR is {name!r}; expected an operator of torch's database"
+            f"{', perhaps ' + ' or '.join(map(repr, near)) if near else ''}. docs/operators.md lists them."
+        )
+
+
+if OPERATOR:
+    check_operator(OPERATOR)
+
+
+def chosen(names):
+    """Return the operators to compare. Skip the test if MASKBRIDGE_TEST_OPERATOR is not among them."""
+    if OPERATOR and OPERATOR not in names:
+        pytest.skip(f"the database has no such samples of {OPERATOR}")
+    return [OPERATOR] if OPERATOR else names
 
 
 def outcomes(names, kind, limit, through_complex=True):
@@ -44,14 +71,14 @@ def population(kind):
 @pytest.mark.parametrize("part", sampled(range(PARTS)))
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator_matches_torch_or_is_refused_by_name(part):
-    names = population("float32")[part::PARTS]
+    names = chosen(population("float32")[part::PARTS])
     found = outcomes(names, "float32", SAMPLES, through_complex=False)
     assert {name: of.wrong for name, of in found.items() if of.wrong} == {}
     refused = {name for name, of in found.items() if of.counts["refused"]}
     if VERSION == (2, 13):
         assert refused - set(IN_PART) == set(REFUSED) & set(names)
     assert {name for name, of in found.items() if of.counts["by value"]} == BY_VALUE & set(names)
-    assert sum(of.counts["compared"] for of in found.values()) > len(names)
+    assert OPERATOR or sum(of.counts["compared"] for of in found.values()) > len(names)
 
 
 @pytest.mark.skipif(VERSION != (2, 13), reason="the table is for torch 2.13")
@@ -60,11 +87,11 @@ def test_every_operator_matches_torch_or_is_refused_by_name(part):
 @pytest.mark.filterwarnings("ignore")
 def test_random_operators_match_torch_on_each_kind_of_samples(kind):
     names = population(kind)
-    names = sorted(random.Random(f"{SEED} {kind}").sample(names, min(CHOSEN, len(names))))
+    names = chosen(names if OPERATOR else sorted(random.Random(f"{SEED} {kind}").sample(names, min(CHOSEN, len(names)))))
     found = outcomes(names, kind, 2)
     assert {name: of.wrong for name, of in found.items() if of.wrong and name not in KNOWN[kind]} == {}
     assert {name for name, of in found.items() if of.counts["refused"]} <= {*REFUSED, *REFUSED_OF[kind], *IN_PART}
-    assert sum(of.counts["compared"] for of in found.values()) > len(names) / 2
+    assert OPERATOR or sum(of.counts["compared"] for of in found.values()) > len(names) / 2
 
 
 @pytest.mark.nightly
@@ -74,7 +101,7 @@ def test_random_operators_match_torch_on_each_kind_of_samples(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "complex results"])
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator_matches_torch_or_the_table_on_each_kind_of_samples(kind, part):
-    names = sorted(database(KINDS[kind]))[part::PARTS]
+    names = chosen(sorted(database(KINDS[kind]))[part::PARTS])
     found = outcomes(names, kind, SAMPLES * (2 if kind == "extremal" else 1))  # operators have few extremal samples
     known = KNOWN[kind].keys() & set(names)
     assert {name: of.wrong for name, of in found.items() if of.wrong and name not in known} == {}
@@ -84,6 +111,12 @@ def test_every_operator_matches_torch_or_the_table_on_each_kind_of_samples(kind,
     assert {name for name, of in found.items() if of.counts["by value"]} == by_value & tried
     refused = {name for name, of in found.items() if of.counts["refused"] and not of.counts["compared"]}
     assert refused == {*REFUSED, *REFUSED_OF[kind]} & tried
+
+
+def test_error_for_an_unknown_operator_names_similar_ones():
+    check_operator("special.i0e")
+    with pytest.raises(ValueError, match=r"is 'i0e'; expected an operator of torch's database, perhaps 'special.i0e'"):
+        check_operator("i0e")
 
 
 def test_comparison_detects_a_wrong_operator(monkeypatch):
