@@ -111,7 +111,7 @@ class LaunchCache:
 
     @property
     def last_used(self) -> list[BoundExecutable]:
-        """The bound executables of the last set of gradients."""
+        """The bound executables of the set of gradients that was prepared last."""
         return [launch for part in next(reversed(self.bound_by_grad_set.values()), []) for launch in part]
 
     def leaves_of_sparse_buckets(self, with_grad: Iterable[int]) -> list[ParamRecord]:
