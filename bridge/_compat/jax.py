@@ -116,7 +116,11 @@ StreamCalls = tuple[Callable[[], int], Callable[[int], None]]
 
 
 def _find_stream_calls() -> StreamCalls | None:
-    """Return jaxlib's calls that read and set this thread's execution stream; None if they do not work as expected."""
+    """Return jaxlib's calls that read and set this thread's execution stream; None if they do not work as expected.
+
+    A call that is missing, or takes other arguments, raises TypeError. One that refuses the number of a stream raises ValueError, one that
+    only reports its removal RuntimeError, and a deprecated one DeprecationWarning where warnings are errors.
+    """
     read = private("jaxlib._jax.get_execution_stream_id", None)
     choose = private("jaxlib._jax.set_execution_stream_id", None)
     try:
@@ -124,7 +128,7 @@ def _find_stream_calls() -> StreamCalls | None:
         choose(before + 1)
         found = read() == before + 1
         choose(before)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError, DeprecationWarning):
         return None
     return (read, choose) if found else None
 

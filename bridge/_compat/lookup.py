@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ def private(path: str, fallback: Any, needed: bool = False) -> Any:
     """Return the object at a path in an imported package, such as "torch._C._from_dlpack".
 
     Return `fallback` if there is none. In the safe mode return it too, unless the name is `needed`: no public name does the same, and
-    without it torch code cannot be traced, or an error is not recognized.
+    without it torch code cannot be traced, or an error is not recognized. A deprecated name is returned without its warning.
     """
     NAMES.add(path)
     if SAFE_MODE and not needed:
@@ -25,6 +26,8 @@ def private(path: str, fallback: Any, needed: bool = False) -> Any:
     modules = (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
     module = next(filter(None, modules), None)
     try:
-        return attrgetter(path.removeprefix(f"{module.__name__}."))(module) if module is not None else fallback
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return attrgetter(path.removeprefix(f"{module.__name__}."))(module) if module is not None else fallback
     except AttributeError:
         return fallback

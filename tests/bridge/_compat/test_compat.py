@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -74,6 +76,21 @@ def test_safe_mode_uses_only_names_that_are_needed(monkeypatch):
     monkeypatch.setattr(lookup, "SAFE_MODE", True)
     assert lookup.private("torch._foreach_copy_", None) is None
     assert lookup.private("torch._foreach_copy_", None, needed=True) is torch._foreach_copy_
+
+
+def test_deprecated_name_is_found_without_a_warning(monkeypatch):
+    class Package(types.ModuleType):
+        def __getattr__(self, name):
+            warnings.warn(f"{name} is deprecated", DeprecationWarning, stacklevel=2)
+            return 3
+
+    monkeypatch.setitem(sys.modules, "ages", Package("ages"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lookup.private("ages.old", 7) == 3
+        with pytest.raises(DeprecationWarning, match="old is deprecated"):
+            sys.modules["ages"].old  # noqa: B018 - reading it warns
+    lookup.NAMES.discard("ages.old")
 
 
 # ------------------------------------------------------------------ torch
@@ -328,6 +345,30 @@ def test_streams_are_used_only_if_they_can_be_read_and_set(names):
         found = read()
         choose(before)
         assert (found, read()) == (before + 5, before)
+
+
+def _deprecated(_):
+    warnings.warn("deprecated", DeprecationWarning, stacklevel=2)
+
+
+def _removed(_):
+    raise RuntimeError("removed")
+
+
+def _with_name(stream, *, name):
+    pass
+
+
+def _refused(_):
+    raise ValueError("no such stream")
+
+
+@pytest.mark.parametrize("choose", [_deprecated, _removed, _with_name, _refused, lambda _: None, None])
+def test_streams_are_not_used_if_they_cannot_be_set(choose, monkeypatch):
+    monkeypatch.setattr("jaxlib._jax.set_execution_stream_id", choose, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert of_jax._find_stream_calls() is None
 
 
 @on_jax
