@@ -245,6 +245,13 @@ def _fast_paths(facts: Environment) -> Iterator[Finding]:
         yield Finding(
             "fast paths", OK, "chosen when jax starts" if facts.has_fast_import is None else "import and export skip jax's public wrappers"
         )
+    if not facts.has_streams:
+        yield Finding(
+            "execution streams",
+            NOTE,
+            "this jaxlib has only one for each thread: on the CPU the programs of a step run one after the other",
+            "a jaxlib between 0.8 and 0.10, or report it",
+        )
     if not facts.has_use_count:
         yield Finding(
             "write-back",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from ._compat.jax import client_started, has_per_program_flag
+from ._compat.jax import client_started, has_per_program_flag, stream_calls
 from ._compat.torch import storage_use_count
 from ._interop import dlpack
 from ._runtime import openmp
@@ -40,6 +40,7 @@ class Environment:
     has_per_program_flag: Whether a single program can ask for that.
     misaligned_sizes: Sizes at which torch gave memory that is not aligned to 64 bytes.
     has_fast_import, has_fast_export: Whether the calls below jax's public ones are used; None until jax has started.
+    has_streams: Whether jaxlib can run programs in several execution streams.
     has_use_count: Whether torch tells how many tensors use a storage.
     openmp_can_pause: Whether a step can end torch's OpenMP threads.
     """
@@ -58,6 +59,7 @@ class Environment:
     misaligned_sizes: tuple[int, ...] = ()
     has_fast_import: bool | None = None
     has_fast_export: bool | None = None
+    has_streams: bool = True
     has_use_count: bool = True
     start_method: str = "spawn"
     forked: bool = False
@@ -104,6 +106,7 @@ def read_environment(forked: bool = False, start_jax: bool = False) -> Environme
         misaligned_sizes=tuple(n for n in _PROBED_SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
         has_fast_import=dlpack._importer("cpu") is not dlpack._public_import if has_cpu else None,
         has_fast_export=dlpack._exporter() is not torch.from_dlpack if has_cpu else None,
+        has_streams=stream_calls is not None,
         has_use_count=storage_use_count(torch.empty(1)) > 0,
         start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         forked=forked,

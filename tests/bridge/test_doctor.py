@@ -149,6 +149,7 @@ PROBLEMS = {
         "import and export by",
         "report",
     ),
+    "one stream": (changed(has_streams=False), "execution streams", "note", "one after the other", "a jaxlib between"),
     "nobody counts holders": (changed(has_use_count=False), "write-back", "warning", "updated by a copy", "torch between"),
     "forked": (changed(forked=True), "processes", "error", "was forked after jax", "forkserver"),
     "fork": (changed(start_method="fork"), "processes", "note", "once jax has started", "multiprocessing_context"),

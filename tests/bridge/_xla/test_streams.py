@@ -13,10 +13,11 @@ import torch
 
 import bridge
 import torch_api
-from bridge._compiler import chunking
-from bridge._memory import pending_results
+from bridge import _process
+from bridge._compiler import chunking, plan
+from bridge._memory import address_space, pending_results
 from bridge._process import x64
-from bridge._runtime import execute
+from bridge._runtime import execute, streaming_stats
 from bridge._xla import streams
 from torch_api._params import buckets
 
@@ -52,6 +53,7 @@ def single_stream(monkeypatch):
     def without():
         monkeypatch.setattr(streams, "_stream_calls", None)
         monkeypatch.setattr(streams, "set_stream", streams._keep_stream)
+        monkeypatch.setattr(streams, "HAS_STREAMS", False)
 
     return without
 
@@ -61,6 +63,23 @@ def test_several_streams_give_the_numbers_of_one(single_stream, options):
     side_by_side = steps(*built(**options))
     single_stream()
     assert all(map(torch.equal, side_by_side, steps(*built(**options))))
+
+
+@pytest.mark.skipif(not address_space.CAN_READ_BY_ADDRESS, reason="only for Linux on x86-64")
+@pytest.mark.parametrize("several", [True, False])
+def test_streamed_norm_counts_each_element_with_and_without_streams(several, single_stream, monkeypatch):
+    if not several:
+        single_stream()
+    monkeypatch.setattr(_process, "CORES", 2)
+    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", plan.READ_CHUNK)
+    sizes, device = [20 * plan.READ_CHUNK, plan.READ_CHUNK + 5], jax.devices("cpu")[0]
+    streaming_stats.streaming_stats_executable("float32", True, False, device).compile()
+    reader = streaming_stats.StreamingStats([(i, size, "float32") for i, size in enumerate(sizes)], True, False, device)
+    grads, reads = [torch.full((size,), 0.5) for size in sizes], []
+    with x64():
+        found = np.asarray(reader(grads, [], reads, []))
+    jax.block_until_ready(reads)
+    assert found.tolist() == [0.25 * sum(sizes), 0.0]
 
 
 @needs_calls
