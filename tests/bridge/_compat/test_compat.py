@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[3]
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2"
 PAGE = (ROOT / "docs" / "internals" / "upstream.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+TABLE = PAGE.partition("## What breaks without a name")[2].partition("## What to ask for upstream")[0]
+ROWS = [list(map(str.strip, line.split("|")[1:-1])) for line in TABLE.splitlines() if line.startswith("| `")]
 
 
 def without_names(module):
@@ -56,8 +58,21 @@ def test_this_release_has_each_name():
     assert [path for path in sorted(lookup.NAMES) if lookup.private(path, missing) is missing] == []
 
 
-def test_page_about_upstream_lists_each_name():
-    assert [path for path in sorted(lookup.NAMES) if not any(f"`{part}`" in PAGE for part in path.split("."))] == []
+def test_page_about_upstream_has_a_full_row_for_each_name():
+    of_torch.step_observers(), of_jax.has_per_program_flag()
+    listed = {name for row in ROWS for name in re.findall(r"`([^`]+)`", row[0])}
+    assert sorted(lookup.NAMES - listed) == []
+    assert [row for row in ROWS if len(row) != 5 or not all(row)] == []
+
+
+def test_page_about_upstream_names_files_and_tests_that_exist():
+    named = {(file, test) for row in ROWS for file, test in re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", row[4])}
+    assert len(named) > 40
+    for file, test in sorted(named):
+        texts = [path.read_text() for path in (ROOT / "tests").rglob(file)]
+        assert any(f"def {test}(" in text if test else text for text in texts), (file, test)
+    files = {file for row in ROWS for file in re.findall(r"`((?:bridge|torch_api)/[\w/]+\.py)`", row[1])}
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.skipif(not NEWEST, reason="older releases lack some of them")
