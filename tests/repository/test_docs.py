@@ -1,5 +1,6 @@
 """Every new line of docs/migrating.md and every block of docs/interop.md runs, and the warnings of that page are true."""
 
+import inspect
 import os
 import re
 import warnings
@@ -160,6 +161,18 @@ def test_parameter_with_a_view_is_not_moved():
     opt = torch_api.MaskedAdam([p])
     assert p.data_ptr() == view.data_ptr()
     assert opt.report().rows[0]["write-back"].startswith("copy")
+
+
+@pytest.mark.parametrize("cls", [torch_api.OptaxOptimizer, torch_api.MaskedAdamW, torch_api.MaskedLion, torch_api.PartitionedOptimizer])
+def test_page_of_drop_in_classes_has_each_option_and_its_default(cls):
+    section = (DOCS / "drop_in.md").read_text().partition("## Options")[2].partition("\n## ")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \| .+ \|$", section, flags=re.MULTILINE))
+    known = inspect.signature(torch_api.OptaxOptimizer.__init__).parameters
+    expected = {name: repr(p.default) for name, p in known.items() if p.kind is p.KEYWORD_ONLY}
+    assert list(listed.items()) == list(expected.items())
+    own = inspect.signature(cls.__init__).parameters
+    assert any(p.kind is p.VAR_KEYWORD for p in own.values()), "passes the other options on"
+    assert {name: repr(p.default) for name, p in own.items() if name in listed}.items() <= expected.items()
 
 
 def test_page_of_drop_in_classes_lists_each_class():
