@@ -93,6 +93,20 @@ def test_number_of_any_does_not_grow(part):
     assert count <= MOST_ANY[part], f"`Any` occurs {count} times here, at most {MOST_ANY[part]} are allowed: name the class instead."
 
 
+def test_files_and_names_in_contributing_exist():
+    spans = re.findall(r"`([^`\n]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    folders = ("benchmarks", "bridge", "docs", "examples", "tests", "torch_api")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".json", ".ipynb")]
+    paths = [span for span in spans if re.fullmatch(r"[\w./]+", span) and span.split("/")[0] in folders and "/" in span]
+    assert len(paths) > 50
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert [span for span in spans if re.fullmatch(r"\w+\.py", span) and span not in {path.name for path in files}] == []
+    words = set().union(*(re.findall(r"\w+", path.read_text()) for path in files if path.suffix == ".py"))
+    named = [span for span in spans if re.fullmatch(r"\w+(\.\w+)*", span) and not re.search(r"\.(py|md|toml)$|\.f$|_f$", span)]
+    assert len(named) > 50
+    assert sorted({part for span in named for part in span.split(".")} - words) == []
+
+
 def test_each_package_of_tests_has_quick_tests():
     """Every folder that mirrors a package has quick tests; `torch_api/_rules` and `torch_api/_train` are tested through optimizers."""
     for folder in {path.parent for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in ("clients", "_train")}:
