@@ -13,7 +13,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from operator import attrgetter, methodcaller
 from typing import Any, TypeVar, cast
 
 import jax
@@ -22,6 +21,7 @@ import torch
 
 from bridge._compat.jax import uncached_numpy
 from bridge._compat.lookup import SAFE_MODE
+from bridge._compat.torch import foreach_copy_
 from bridge._compat.types import Device
 from bridge._interop.dlpack import cpu_device, dense_order
 from bridge._interop.dtypes import numpy_dtype
@@ -108,37 +108,45 @@ class CopiedBuffer(JaxBuffer):
     """A buffer of the safe mode. Its bytes belong to a torch tensor, and programs get copies of them.
 
     array: The result of the last call. Only its shape, dtype and device are used.
+    values: The torch tensor.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("values",)
 
     def __init__(self, array: jax.Array, row_lengths: Sequence[int] | None = None) -> None:
         super().__init__(array.block_until_ready(), row_lengths)
-        self._values = results_as_tensors([array], _is_on_cpu(array))[0].clone()
-        self.address = self._values.data_ptr()
+        self.values = results_as_tensors([array], _is_on_cpu(array))[0].clone()
+        self.address = self.values.data_ptr()
 
     @property
     def is_lost(self) -> bool:
         """Always False: a call donates only copies."""
         return False
 
-    def to_donate(self) -> jax.Array:
-        """Return an array with the values, which only the caller holds."""
-        (values,) = as_call_arguments([self._values], [None])
-        (device,) = cast(set[Device], self.array.sharding.device_set)
-        return copy_to_device(values.reshape(self.array.shape), device).block_until_ready()
-
-    def copy_result(self) -> None:
-        """Copy the values of `array`, the result of a call that has ended, to the bytes that tensors alias."""
-        self._values.copy_(results_as_tensors([self.array], self._values.device.type == "cpu")[0])
-
     def _alias(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
-        first = start // self._values.element_size()
-        return self._values.view(-1)[first : first + math.prod(shape)].view(shape)
+        first = start // self.values.element_size()
+        return self.values.view(-1)[first : first + math.prod(shape)].view(shape)
 
 
-# Return the array of a buffer that a call may donate.
-to_donate: Callable[[JaxBuffer], jax.Array] = methodcaller("to_donate") if SAFE_MODE else attrgetter("array")
+def copies_to_donate(buffers: Sequence[JaxBuffer]) -> list[jax.Array]:
+    """Return arrays with the values of buffers of the safe mode, which only the caller holds."""
+    copied = [buffer for buffer in buffers if isinstance(buffer, CopiedBuffer)]
+    if not copied:
+        return []
+    arguments = as_call_arguments([buffer.values for buffer in copied], [None] * len(copied))
+    shaped = [values.reshape(buffer.array.shape) for values, buffer in zip(arguments, copied, strict=True)]
+    (device,) = cast(set[Device], copied[0].array.sharding.device_set)
+    with default_settings():
+        arrays = jax.device_put(jax.device_put(shaped, device), device, may_alias=False)
+    return cast(list[jax.Array], jax.block_until_ready(arrays))
+
+
+def copy_results(buffers: Sequence[JaxBuffer]) -> None:
+    """In the safe mode, copy the results of a call that has ended from the arrays to the bytes that tensors alias."""
+    copied = [buffer for buffer in buffers if isinstance(buffer, CopiedBuffer)]
+    if copied:
+        arrays = [buffer.array for buffer in copied]
+        foreach_copy_([buffer.values for buffer in copied], results_as_tensors(arrays, _is_on_cpu(arrays[0])))
 
 
 def register(array: jax.Array, row_lengths: Sequence[int] | None = None) -> JaxBuffer:
@@ -225,7 +233,7 @@ def release_pins(memories: Sequence[JaxBuffer]) -> None:
 def readable_array(memory: JaxBuffer) -> jax.Array:
     """Return the array of a buffer for reading only; a copy of its bytes if somebody has deleted the array."""
     if isinstance(memory, CopiedBuffer):
-        return memory.to_donate()
+        return copies_to_donate([memory])[0]
     return _copy_pinned(memory) if memory.array.is_deleted() and memory.pinned_bytes is not None else memory.array
 
 

@@ -19,7 +19,7 @@ from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import order_torch_after
 
 from .call_arguments import results_as_tensors
-from .jax_buffers import CopiedBuffer, JaxBuffer
+from .jax_buffers import JaxBuffer, copy_results
 from .scalar_vectors import ScalarResult, ScalarVector
 
 _address, _pointer = attrgetter("address"), methodcaller("unsafe_buffer_pointer")
@@ -113,7 +113,7 @@ class PendingCalls(Generic[_L]):
                     else:
                         cells.write(vector)
                 if SAFE_MODE:
-                    _copy_results(buffers)
+                    copy_results(buffers)
                 self.completed.append(launch)
                 if copied.tensors or copied.mirrored:
                     self.copied_back.append(copied)
@@ -129,7 +129,7 @@ class PendingCalls(Generic[_L]):
                 order_torch_after(tokens, self.may_fail)
                 for cells, vector in zip(*scalars, strict=True):
                     cells.write(vector)
-                _copy_results(memories)
+                copy_results(memories)
                 self.completed.append(launch)
                 if copied.tensors or copied.mirrored:
                     self.copied_back.append(copied)
@@ -147,13 +147,6 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
             array.block_until_ready()
         except Exception:  # noqa: BLE001 - the error of the program, which is already being raised
             array.delete()
-
-
-def _copy_results(buffers: Sequence[JaxBuffer]) -> None:
-    """In the safe mode, copy the results of a call that has ended to the bytes that torch tensors alias."""
-    for buffer in buffers:
-        if isinstance(buffer, CopiedBuffer):
-            buffer.copy_result()
 
 
 def has_moved(memories: Sequence[JaxBuffer], arrays: Sequence[jax.Array]) -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
 from bridge import _process
-from bridge._memory.jax_buffers import JaxBuffer, detach_undonated, pinned_buffers, release_pins, to_donate
+from bridge._compat.lookup import SAFE_MODE
+from bridge._memory.jax_buffers import JaxBuffer, copies_to_donate, detach_undonated, pinned_buffers, release_pins
 from bridge._memory.pending_results import PendingCalls, write_back
 from bridge._process import raise_if_forked
 from bridge._xla import streams
@@ -25,7 +26,7 @@ from .launch import Launch
 MAX_RESULT_PADDING = 256  # the most bytes of padding between two results in memory
 
 
-_is_deleted = methodcaller("is_deleted")
+_array, _is_deleted = attrgetter("array"), methodcaller("is_deleted")
 _L = TypeVar("_L", bound=Launch)
 
 
@@ -75,7 +76,7 @@ class InFlight(Generic[_L]):
         buffers = [*chain.from_iterable(parts)]
         if pinned_buffers:
             release_pins(buffers)
-        donated = list(map(to_donate, buffers))
+        donated = copies_to_donate(buffers) if SAFE_MODE else list(map(_array, buffers))
         left = iter(donated)
         by_part: list[list[jax.Array]] = []
         for part in parts:
