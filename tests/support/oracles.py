@@ -98,7 +98,10 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 
 
 def jitted(function):
-    """Return `jax.jit` of a function without LLVM's optimizations, which take longer than its few values need."""
+    """Return `jax.jit` of a function without LLVM's optimizations, which take longer than its few values need.
+
+    It cannot be called within another trace: `jitted(jax.grad(f))`, not `jax.grad(jitted(f))`.
+    """
     return jax.jit(function, compiler_options=options())
 
 
