@@ -1,42 +1,13 @@
-"""Chunking: which leaves share an executable, and for which lengths XLA's CPU compiler generates slow loops."""
+"""Chunking: which leaves share an executable."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from bridge import _process
-
-MIN_LARGE_ELEMENTS = 1 << 14  # elements from which the loops of an array matter; smaller arrays run on one core, from its cache
-
-
-# ------------------------------------------------------------------ loops of an odd length
-
-
-def splits_unevenly(size: int) -> bool:
-    """Return whether XLA splits a loop over this many elements unevenly, which makes the loop slow.
-
-    jaxlib 0.10.2 splits a loop into two parts for two to four cores. If the second part is shorter, the loop checks its bound at each
-    element, and LLVM does not vectorize it. XLA does not do this with three parts or more.
-    """
-    return 2 <= _process.CORES <= 4 and size % 2 == 1 and size >= MIN_LARGE_ELEMENTS
-
+from . import policy
 
 T = TypeVar("T")
-
-MAX_SHARED_LOOPS = 64  # loops (one for each leaf or bucket) up to which all leaves are one program, whose loops overlap
-MAX_EQUAL_LEAVES = 24  # equal leaves in one program, at most
-
-
-def chunk_sizes() -> list[int]:
-    """Return the sizes of chunks in descending order: few sizes that serve any number of equal leaves, the last of them 1."""
-    return list(dict.fromkeys((MAX_EQUAL_LEAVES, math.isqrt(MAX_EQUAL_LEAVES), 1)))
-
-
-def min_equal_leaves(loops: int) -> float:
-    """Return how many equal leaves are worth programs of their own in an update with this many loops."""
-    return math.inf if loops <= MAX_SHARED_LOOPS else math.isqrt(MAX_EQUAL_LEAVES)
 
 
 def chunk_leaves(leaf_keys: Sequence[Hashable], equal_counts: Sequence[int], sets_keep_changing: bool) -> Iterator[Sequence[int]]:
@@ -64,14 +35,14 @@ def chunk_leaves(leaf_keys: Sequence[Hashable], equal_counts: Sequence[int], set
 
 def equal_chunks(members: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield equal leaves, all of which have a gradient, in as few chunks as possible: all of one size except for the last."""
-    size = -(-len(members) // -(-len(members) // MAX_EQUAL_LEAVES))
+    size = -(-len(members) // -(-len(members) // policy.CHUNKING.max_equal_leaves))
     yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 def fixed_size_chunks(members: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield equal leaves in chunks of the sizes from `chunk_sizes`."""
+    """Yield equal leaves in chunks of the sizes in `ChunkingPolicy.chunk_sizes`."""
     start = 0
-    for size in chunk_sizes():
+    for size in policy.CHUNKING.chunk_sizes:
         while len(members) - start >= size:
             yield members[start : start + size]
             start += size

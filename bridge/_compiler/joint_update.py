@@ -14,8 +14,8 @@ from bridge._ir.classify import is_broadcast
 from bridge._ir.jaxpr import backward_slice, literal_value, make_slicer
 from bridge._ir.types import Array, ClosedJaxpr, Jaxpr, Literal, PyTree, Var, aval_of
 
+from . import policy
 from .apply_transform import UpdateArrays, evaluate_buffers
-from .chunking import min_equal_leaves
 from .leaf_update import Common, kept_in, selected_state, unless
 from .passes.batch_rows import Slot, Value, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts, packed
 from .passes.flatten import FlatProgram
@@ -154,7 +154,9 @@ def _rests(
         side_by_side = pack is not None and seen[home(leaf)] == {pack}
         kinds.setdefault((side_by_side, pack if side_by_side else (leaf.key, leaf.param.shape, leaf.mask is None)), []).append(leaf)
     least = (
-        min_equal_leaves(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
+        policy.CHUNKING.min_equal_leaves(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items()))
+        if pieces
+        else math.inf
     )
     alike: list[KernelClass] = []
     for (side_by_side, _), members in kinds.items():

@@ -12,30 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge._compat.types import Device
-from bridge._memory.address_space import CAN_READ_BY_ADDRESS, AddressedRows
+from bridge._memory.address_space import AddressedRows
 from bridge._names import Path
 
+from . import policy
 from .passes.gather_rows import gather_signatures
 from .spec import NO_EXTRA_ARGS, ById, ExtraArgsSpec, LeafSpec, Signature, TransformSpec, UpdateSpec
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
-
-# The elements of one chunk of a gradient, and the chunks that one loop iteration of the streaming statistics reads. Several chunks
-# at once keep more reads of memory in flight than one.
-READ_CHUNK, CONCURRENT_CHUNKS = 1 << 13, 8
-MIN_STREAMED_ELEMENTS = 1 << 20  # elements in total and for each core; with fewer, the calls cost more than they save
-_STREAMED_DTYPES = {"float32", "float64"}
-
-
-def can_stream(dtype: str, size: int) -> bool:
-    """Return whether the streaming statistics can read a gradient of this dtype and size."""
-    return dtype in _STREAMED_DTYPES and size >= READ_CHUNK
-
-
-def is_worth_streaming(elements: int) -> bool:
-    """Return whether the streaming statistics are worth their calls for gradients with this many elements in total."""
-    return CAN_READ_BY_ADDRESS and elements >= MIN_STREAMED_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,7 @@ class UpdatePlan:
     def is_streamed(self, leaf: LeafPlan) -> bool:
         """Return whether the streaming statistics read the gradient of a leaf, before the program runs."""
         lies = leaf.rows is None or leaf.valid_length is not None or leaf.addresses_grads
-        return self.has_streaming_stats and lies and not leaf.has_element_mask and can_stream(leaf.grad_dtype, leaf.size)
+        return self.has_streaming_stats and lies and not leaf.has_element_mask and policy.STREAMING.can_stream(leaf.grad_dtype, leaf.size)
 
     @property
     def streamed_dtypes(self) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from bridge._ir.types import Array, PyTree
 from bridge._memory.address_space import AddressedRows
 
-from .chunking import MIN_LARGE_ELEMENTS
+from . import policy
 from .grad_stats import broadcast_rows, clip_and_skip, grad_stats
 from .joint_update import Columns, Way, unit_update
 from .leaf_update import ONES, Common, LeafArrays, LeafScalars, NewLeaf, Passes, joined, leaf_update, parted, passes_of, unless
@@ -208,7 +208,7 @@ def _pack_state(plan: UpdatePlan, own: Sequence[Sequence[Array]]) -> tuple[list[
 
 def _leaf_passes(plan: UpdatePlan, leaf: LeafPlan, fused: bool) -> Passes:
     """Return how often the transformation of a leaf is evaluated."""
-    large = leaf.rows in (None, 1) and math.prod(leaf.spec.shape) >= MIN_LARGE_ELEMENTS
+    large = leaf.rows in (None, 1) and math.prod(leaf.spec.shape) >= policy.THREADING.min_large_elements
     return passes_of(plan.update_spec(leaf), plan.extra, plan.device, large, fused)
 
 

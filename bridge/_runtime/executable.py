@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from bridge._compat.types import PyTreeDef
+from bridge._compiler import policy
 from bridge._compiler.plan import UpdatePlan, abstract_args
 from bridge._compiler.update import has_loops_by_dtype, stats_step, update_step
 from bridge._ir.queries import properties_of
-from bridge._process import CORES, default_promotion, default_settings
+from bridge._process import default_promotion, default_settings
 from bridge._xla.compile import Executable, LazyExecutable, bytes_accessed, compile_lowered, submit
 from bridge._xla.compile_options import keep_barriers, single_threaded, update_options, xla_schedule
 from bridge._xla.inline_execution import Serialized, load_executable, load_inline, serialize_executable
@@ -24,20 +25,6 @@ from bridge._xla.probes import barrier_bytes, fuses_multiple_outputs
 
 from . import streaming_stats
 from .outline import Pieces, cut
-
-# The most elements of a program, and the most operations, for which one core is faster: waking the other threads takes longer than their
-# share of the work.
-SINGLE_CORE_ELEMENTS = (1 << 17) * CORES // max(CORES - 1, 1)
-_SINGLE_CORE_OPERATIONS = 40 * SINGLE_CORE_ELEMENTS
-# With this many loops for each core, XLA's threads share them while the calling thread does other work. Inline execution would add the
-# calling thread, which is one too many. Where the loops are short on average and none has half of all elements, each loop runs on one
-# core and several run at once: no loop waits for its other half.
-_MANY_LOOPS_PER_CORE, _SHORT_LOOP_ELEMENTS = 16, 1 << 17
-# The average elements of a loop above which the schedule of small loops makes no difference.
-_LONG_LOOP_ELEMENTS = 1 << 20
-# The most elements that XLA may store between loops for its own schedule of loops: a fraction of the size at which the C library returns
-# memory to the system. XLA stores one more array for each loop if it cannot write several results from one loop.
-_MAX_UNORDERED_ELEMENTS = 1 << 20
 
 
 class UpdateExecutable:
@@ -54,11 +41,9 @@ class UpdateExecutable:
         self.has_callback = False
         self.reads_grads_by_address = any(leaf.addresses_grads for leaf in plan.leaves)
         sizes = [(leaf.rows or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves]
-        self.elements, self._has_many_loops = sum(sizes), len(sizes) >= _MANY_LOOPS_PER_CORE * CORES
-        self._has_short_loops = (
-            self._has_many_loops and self.elements <= len(sizes) * _SHORT_LOOP_ELEMENTS and max(sizes) * CORES <= self.elements
-        )
-        self._has_mixed_loops = len(sizes) > _MANY_LOOPS_PER_CORE and self.elements <= len(sizes) * _LONG_LOOP_ELEMENTS
+        threading = policy.THREADING
+        self.elements, self._has_many_loops = sum(sizes), threading.has_many_loops(len(sizes))
+        may_reorder_loops = threading.may_reorder_loops(sizes)
         self._outlined: Pieces | None = None
         self._own_executables: list[LazyExecutable] = []
         self._serialized: Serialized | None = None  # the serialized update, from which it can be loaded again
@@ -66,7 +51,7 @@ class UpdateExecutable:
         arguments = abstract_args(plan)
         # Probe the compiler in other threads while this thread traces the update.
         known = submit(update_options, plan.device)
-        may_be_ordered = submit(fuses_multiple_outputs) if self._has_mixed_loops and plan.device.platform == "cpu" else None
+        may_be_ordered = submit(fuses_multiple_outputs) if may_reorder_loops and plan.device.platform == "cpu" else None
         with default_settings(), default_promotion():
             jitted = functools.partial(jax.jit, functools.partial(update_step, plan), donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
@@ -77,10 +62,14 @@ class UpdateExecutable:
             self.has_callback = properties.has_callback
             kept = keep_barriers(properties) if has_loops_by_dtype(plan) else {}
             options = known.result() | kept
-            are_few = self.elements <= SINGLE_CORE_ELEMENTS and properties.op_count <= _SINGLE_CORE_OPERATIONS
-            if plan.device.platform == "cpu" and (are_few or self._has_short_loops):
+            are_few = self.elements <= threading.single_core_elements and properties.op_count <= threading.single_core_operations
+            if plan.device.platform == "cpu" and (are_few or threading.has_short_loops(sizes)):
                 options = single_threaded(options)
-            elif may_be_ordered is not None and properties.materialized_elements <= _MAX_UNORDERED_ELEMENTS and may_be_ordered.result():
+            elif (
+                may_be_ordered is not None
+                and properties.materialized_elements <= threading.max_unordered_elements
+                and may_be_ordered.result()
+            ):
                 options = xla_schedule(options)
             structure = cast(PyTreeDef, jax.tree.structure(traced.out_info))
             self._outlined = cut(traced.jaxpr, structure, donated, plan.device, options)
@@ -125,7 +114,7 @@ class UpdateExecutable:
             self.has_callback
             or self._outlined is not None
             or self._from_cache
-            or (self._has_many_loops and self.elements > SINGLE_CORE_ELEMENTS)
+            or (self._has_many_loops and self.elements > policy.THREADING.single_core_elements)
         ):
             return self.update
         self._serialized = self._serialized or serialize_executable(cast(jax.stages.Compiled, self.update))

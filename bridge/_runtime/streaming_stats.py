@@ -24,8 +24,8 @@ import torch
 
 from bridge import _process
 from bridge._compat.types import Device
+from bridge._compiler import policy
 from bridge._compiler.grad_stats import stats_by
-from bridge._compiler.plan import CONCURRENT_CHUNKS, MIN_STREAMED_ELEMENTS, READ_CHUNK
 from bridge._interop.dlpack import dense_order
 from bridge._memory.address_space import first_element, first_elements, process_memory, read_slice
 from bridge._process import default_promotion, default_settings
@@ -50,6 +50,8 @@ def streaming_stats_executable(dtype: str, clip: bool, scaled: bool, device: Dev
     after: float64 (1,), which is ready when the executable may begin.
     """
 
+    streaming = policy.STREAMING
+
     def program(memory: jax.Array, numbers: jax.Array, order: jax.Array, scaling: list[jax.Array], after: jax.Array) -> jax.Array:
         parts, turns, rests, count = (order + after.astype(np.int64)).astype(np.uint64)  # lax checks signed indices for negative ones
 
@@ -57,21 +59,21 @@ def streaming_stats_executable(dtype: str, clip: bool, scaled: bool, device: Dev
             return read_slice(numbers, i, 1)[0].astype(np.uint64)
 
         def part(i: jax.Array) -> jax.Array:
-            return read_slice(memory, number(i), READ_CHUNK)
+            return read_slice(memory, number(i), streaming.chunk_elements)
 
         def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
             def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
-                terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(CONCURRENT_CHUNKS)]
+                terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(streaming.concurrent_chunks)]
                 while len(terms) > 1:  # in pairs, which do not depend on each other
                     terms = list(map(operator.add, terms[::2], terms[1::2]))
                 return sums + terms[0]
 
             def rest(i: jax.Array, sums: jax.Array) -> jax.Array:
                 at = rests + np.uint64(2) * i
-                counts = jax.lax.iota(np.uint64, READ_CHUNK) >= number(at + np.uint64(1))
+                counts = jax.lax.iota(np.uint64, streaming.chunk_elements) >= number(at + np.uint64(1))
                 return sums + jnp.where(counts, term(part(at)), jnp.zeros((), memory.dtype))
 
-            sums = _repeat(count, rest, _repeat(turns, turn, jnp.zeros(READ_CHUNK, memory.dtype)))
+            sums = _repeat(count, rest, _repeat(turns, turn, jnp.zeros(streaming.chunk_elements, memory.dtype)))
             return jnp.sum(sums.astype(np.float64))
 
         return stats_by(sum_of, clip, scaling, device.platform)
@@ -160,21 +162,24 @@ class _PerDtypeStats:
         self.executable, self.memory = executable, process_memory(dtype)
         self.positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
         self.starts = np.zeros(0, np.int64)
-        cores = max(1, min(_process.CORES if streams.HAS_STREAMS else 1, int(sizes.sum()) // MIN_STREAMED_ELEMENTS))
-        whole, ragged = sizes // READ_CHUNK, np.flatnonzero(sizes % READ_CHUNK)
-        turns = int(whole.sum()) // (CONCURRENT_CHUNKS * cores)
-        count = turns * CONCURRENT_CHUNKS * cores
+        streaming = policy.STREAMING
+        cores = max(1, min(_process.CORES if streams.HAS_STREAMS else 1, int(sizes.sum()) // streaming.min_elements))
+        whole, ragged = sizes // streaming.chunk_elements, np.flatnonzero(sizes % streaming.chunk_elements)
+        turns = int(whole.sum()) // (streaming.concurrent_chunks * cores)
+        count = turns * streaming.concurrent_chunks * cores
         # The end of a gradient is a part that overlaps the one before it.
         self.gradient_of_part = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
-        starts: list[np.ndarray] = [np.arange(n) * READ_CHUNK for n in whole.tolist()]
-        self.offset_in_gradient = np.concatenate([*starts, sizes[ragged] - READ_CHUNK])
+        starts: list[np.ndarray] = [np.arange(n) * streaming.chunk_elements for n in whole.tolist()]
+        self.offset_in_gradient = np.concatenate([*starts, sizes[ragged] - streaming.chunk_elements])
         rests = np.arange(len(self.gradient_of_part) - count)
         self.table_index = np.concatenate([np.arange(count), count + 2 * rests])
         self.table = np.zeros(count + 2 * len(rests), np.int64)
-        self.table[self.table_index[len(self.table_index) - len(ragged) :] + 1] = READ_CHUNK - sizes[ragged] % READ_CHUNK
+        self.table[self.table_index[len(self.table_index) - len(ragged) :] + 1] = (
+            streaming.chunk_elements - sizes[ragged] % streaming.chunk_elements
+        )
         first = first_element(self.table)
         own = np.linspace(0, len(rests), cores + 1).astype(int)
         self.shares = [
-            np.array([first + core * turns * CONCURRENT_CHUNKS, turns, first + count + 2 * own[core], own[core + 1] - own[core]])
+            np.array([first + core * turns * streaming.concurrent_chunks, turns, first + count + 2 * own[core], own[core + 1] - own[core]])
             for core in range(cores)
         ]

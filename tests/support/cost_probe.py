@@ -1,5 +1,6 @@
 """Cost of one step by the compiler's count; the only support file of contract tests that reads private modules."""
 
+import dataclasses
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -12,10 +13,10 @@ import pytest
 import bridge
 import torch_api
 from bridge import _process
+from bridge._compiler import policy
 from bridge._runtime import cache, executable, streaming_stats
 from bridge._train import train_program
 from bridge._xla import multi_output_fusion
-from torch_api._step import launch_cache
 
 CORES = 2
 _ON_ONE_CORE = (1 << 17) * CORES // (CORES - 1)
@@ -46,11 +47,10 @@ def fixed_environment() -> Iterator[None]:
     Compile without LLVM's optimizations. That halves the time and changes no count, because XLA fuses loops before LLVM runs.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_process, executable):
-            patch.setattr(module, "CORES", CORES)
-        for module in (executable, launch_cache):
-            patch.setattr(module, "SINGLE_CORE_ELEMENTS", _ON_ONE_CORE)
-        patch.setattr(executable, "_SINGLE_CORE_OPERATIONS", 40 * _ON_ONE_CORE)
+        patch.setattr(_process, "CORES", CORES)
+        patch.setattr(policy, "BUCKETING", dataclasses.replace(policy.BUCKETING, max_gathered_elements=_ON_ONE_CORE))
+        on_one_core = {"cores": CORES, "single_core_elements": _ON_ONE_CORE, "single_core_operations": 40 * _ON_ONE_CORE}
+        patch.setattr(policy, "THREADING", dataclasses.replace(policy.THREADING, **on_one_core))
         patch.setattr(cache, "_programs", WeakValueDictionary())
         patch.setattr(cache, "_lru", {})
         for module, name in ((executable, "update_options"), (streaming_stats, "update_options"), (train_program, "train_options")):

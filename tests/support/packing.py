@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, set_grads
+from policies import change_policy
 
 from bridge._memory import address_space
-from torch_api._params import bucket_state, buckets
-from torch_api._step import launch_cache
 
 # Eight fit into rows of 64 bytes: shapes with different sizes share one padded row length. Five need longer rows.
 SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
@@ -24,7 +23,7 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 def without_buckets():
     """Give every parameter its own buffer in optimizers that are made in this context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+        change_policy(patch, "BUCKETING", max_gathered_row_bytes=0)
         yield
 
 
@@ -92,7 +91,7 @@ def same_states(one, params, other, others):
 def separate_twin(make, params):
     """Return an optimizer of copies in which every parameter has its own buffer and no gradient is read by address, and the copies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "MAX_ADDRESSED_ROW_BYTES", 0)
+        change_policy(patch, "BUCKETING", max_addressed_row_bytes=0)
         return unbucketed_twin(make, params)
 
 
@@ -134,10 +133,11 @@ def read_wrong_rows(shift):
 
 def lower_addressing_thresholds(monkeypatch, fewest):
     """Lower the thresholds so that `fewest` equal leaves of middle size are a bucket whose gradients are read by address."""
-    for module, name, value in (
-        (buckets, "MIN_ADDRESSED_ROWS", fewest),
-        (buckets, "MIN_LARGE_ADDRESSED_ROWS", fewest),
-        (bucket_state, "MAX_GATHERED_BUCKET_BYTES", 1),
-        (launch_cache, "SINGLE_CORE_ELEMENTS", 0),
-    ):
-        monkeypatch.setattr(module, name, value)
+    change_policy(
+        monkeypatch,
+        "BUCKETING",
+        min_addressed_rows=fewest,
+        min_large_addressed_rows=fewest,
+        max_gathered_bucket_bytes=1,
+        max_gathered_elements=0,
+    )

@@ -11,10 +11,11 @@ import optax.contrib
 import pytest
 import torch
 from oracles import FUSES, project_frames
+from policies import change_policy
 
 import bridge
 import torch_api
-from bridge._compiler import chunking, update
+from bridge._compiler import update
 from bridge._compiler.passes import per_kind
 from bridge._ir.queries import properties_of
 from bridge._runtime import cache as programs
@@ -87,7 +88,7 @@ def test_warm_step_enters_at_most_20_frames_in_10_files(make):
 
 @pytest.mark.parametrize("bound", [None, 1.0], ids=["", "with a norm"])
 def test_each_further_executable_enters_at_most_4_frames(bound, monkeypatch):
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 4)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=4)
     params = {f"layer{i}.weight": torch.nn.Parameter(torch.randn(1024, 300 + i % 3)) for i in range(24)}
     optimizer = torch_api.MaskedAdamW(params.items(), lr=1e-3, max_grad_norm=bound)
     for step in range(3):

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from bridge._compiler import policy
 from bridge._compiler.spec import StateField, buffer_shape
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation, jax_buffers
 from torch_api._rules.types import ParamState
 
-from .buckets import GRADS_AS_ARGUMENTS_ON, MAX_GATHERED_BUCKET_BYTES, MAX_GATHERED_ROW_BYTES
 from .record import ParamRecord
 from .record_state import StateTensors, can_rebind, has_state, keeps_saved_dtype, matches_view
 
@@ -61,7 +61,7 @@ class BucketState:
     @property
     def grads_as_arguments(self) -> bool:
         """Whether each gradient is an argument of its own."""
-        return len(self.jax_buffer.rows) == 1 or (not self.gathers_grads and self._device in GRADS_AS_ARGUMENTS_ON)
+        return len(self.jax_buffer.rows) == 1 or (not self.gathers_grads and self._device in policy.BUCKETING.grads_as_arguments_on)
 
     @property
     def addresses_grads(self) -> bool:
@@ -69,13 +69,15 @@ class BucketState:
         return (
             self._may_address_grads
             and not self.grads_as_arguments
-            and (not self.gathers_grads or len(self.jax_buffer.rows) * self.jax_buffer.row_bytes > MAX_GATHERED_BUCKET_BYTES)
+            and (
+                not self.gathers_grads or len(self.jax_buffer.rows) * self.jax_buffer.row_bytes > policy.BUCKETING.max_gathered_bucket_bytes
+            )
         )
 
     @property
     def gathers_grads(self) -> bool:
         """Whether rows are small enough to gather gradients."""
-        return self.jax_buffer.row_bytes <= MAX_GATHERED_ROW_BYTES.get(self._device, 0)
+        return policy.BUCKETING.gathers_row(self.jax_buffer.row_bytes, self._device)
 
     def _allocate_initial(
         self, leaf: ParamRecord, dtypes: Sequence[str], initial_constants: Sequence[complex | None]

@@ -9,34 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from bridge._compiler import chunking
+from bridge._compiler import policy
 from bridge._memory import address_space, adoption, jax_buffers
 from bridge._memory.ownership import mappings_read_once
 from bridge._process import gc_paused
 from bridge._xla import probes
 
 from .record import ParamRecord
-
-# By device type. Gathering reads and writes a gradient once more, but saves an argument, a loop and a view: worth it for small rows.
-MAX_GATHERED_ROW_BYTES = {"cpu": 1 << 17, "cuda": 1 << 20}
-# Device types on which larger parameters are in buckets too, each gradient an argument: fewer arrays in a call cost the host of a GPU
-# less time, and one kernel for equal parameters is faster than one for each.
-GRADS_AS_ARGUMENTS_ON = frozenset({"cuda"})
-# Rows on the CPU whose gradients may be read by address. Arguments of larger rows cost little in comparison; gathering rows up to the
-# second bound takes no longer than reading them by address.
-MAX_ADDRESSED_ROW_BYTES, MIN_ADDRESSED_ROW_BYTES = 1 << 20, 1 << 15
-# For rows above that second bound: gathering is faster than reading by address, but needs this much memory.
-MAX_GATHERED_BUCKET_BYTES = 1 << 23
-# Dtypes of parameters and state whose gradients may be read by address. XLA's CPU compiler computes other dtypes in float32.
-ADDRESSED_DTYPES = frozenset({"float32", "float64"})
-# The fewest parameters that make a bucket, by how their gradients are passed. Fewer addressed rows are faster as single parameters of a
-# larger program; the number depends on the bytes of a row.
-MIN_GATHERED_ROWS, MIN_ARGUMENT_ROWS = 4, 2
-MIN_ADDRESSED_ROWS, LARGE_ADDRESSED_ROW_BYTES, MIN_LARGE_ADDRESSED_ROWS = 40, 1 << 18, 64
-# Moving parameters into or out of a bucket needs its bytes twice for that time.
-MAX_ADDRESSED_BUCKET_BYTES = 1 << 26
-# The cost of one more parameter's arrays in a step, as the bytes that a core moves in that time.
-LEAF_OVERHEAD_BYTES = 1 << 20
 
 
 class BucketKey(NamedTuple):
@@ -48,7 +27,7 @@ class BucketKey(NamedTuple):
 
 def is_gathered(leaf: ParamRecord) -> bool:
     """Return whether the parameter's gradient would be gathered if it were in a bucket."""
-    return _param_bytes(leaf) <= MAX_GATHERED_ROW_BYTES.get(leaf.device.type, 0)
+    return policy.BUCKETING.gathers_row(_param_bytes(leaf), leaf.device.type)
 
 
 def _param_bytes(leaf: ParamRecord) -> int:
@@ -57,14 +36,7 @@ def _param_bytes(leaf: ParamRecord) -> int:
 
 def is_addressed(leaf: ParamRecord) -> bool:
     """Return whether the parameter's gradient may be read by address if it is in a bucket."""
-    return (
-        address_space.CAN_READ_BY_ADDRESS
-        and not leaf.left_bucket
-        and leaf.device.type == "cpu"
-        and leaf.device.type not in GRADS_AS_ARGUMENTS_ON
-        and leaf.grad_dtype is leaf.dtype
-        and min(MIN_ADDRESSED_ROW_BYTES, MAX_GATHERED_ROW_BYTES["cpu"]) < _param_bytes(leaf) <= MAX_ADDRESSED_ROW_BYTES
-    )
+    return not leaf.left_bucket and leaf.grad_dtype is leaf.dtype and policy.BUCKETING.may_address_row(_param_bytes(leaf), leaf.device.type)
 
 
 def is_large_row(leaf: ParamRecord) -> bool:
@@ -72,20 +44,9 @@ def is_large_row(leaf: ParamRecord) -> bool:
     return not leaf.has_own_buffer and is_addressed(leaf) and not is_gathered(leaf)
 
 
-def is_underused(row_count: int, rows_with_grad: int, row_moved_bytes: int) -> bool:
-    """Return whether a bucket costs more than its parameters with a gradient would outside it.
-
-    Args:
-      row_count: the number of rows of the bucket. Each step reads and writes all of them.
-      rows_with_grad: how many rows have a gradient.
-      row_moved_bytes: bytes that the update of one row moves.
-    """
-    return rows_with_grad * (row_moved_bytes + LEAF_OVERHEAD_BYTES) < row_count * row_moved_bytes
-
-
 def is_padded(leaf: ParamRecord) -> bool:
     """Return whether the parameter is updated faster in a padded row of its own. Its gradient is then copied into a padded row."""
-    return address_space.CAN_READ_BY_ADDRESS and leaf.device.type == "cpu" and chunking.splits_unevenly(leaf.shape.numel())
+    return address_space.CAN_READ_BY_ADDRESS and leaf.device.type == "cpu" and policy.THREADING.splits_unevenly(leaf.shape.numel())
 
 
 @gc_paused()
@@ -160,14 +121,10 @@ def _fill_buckets(key: BucketKey, leaves: Sequence[ParamRecord]) -> list[tuple[P
     Returns:
       Each parameter, and whether it gets a buffer of its own instead.
     """
-    gathered, size = is_gathered(leaves[0]), _param_bytes(leaves[0])
-    many = len(leaves) >= (MIN_ADDRESSED_ROWS if size <= LARGE_ADDRESSED_ROW_BYTES else MIN_LARGE_ADDRESSED_ROWS)
-    addressed = key.addressed and many and probes.fuses_multiple_outputs()
-    enough = addressed or (
-        len(leaves) >= (MIN_GATHERED_ROWS if gathered else MIN_ARGUMENT_ROWS)
-        and (gathered or leaves[0].device.type in GRADS_AS_ARGUMENTS_ON)
-    )
-    several = -(-size * len(leaves) // MAX_ADDRESSED_BUCKET_BYTES) if addressed else 1
+    bucketing, count, row_bytes = policy.BUCKETING, len(leaves), _param_bytes(leaves[0])
+    addressed = key.addressed and bucketing.makes_addressed_bucket(count, row_bytes) and probes.fuses_multiple_outputs()
+    enough = addressed or bucketing.makes_bucket(count, row_bytes, leaves[0].device.type)
+    several = bucketing.addressed_bucket_count(count, row_bytes) if addressed else 1
     # Spread neighbors over the buckets. Then each bucket has some gradients, and programs do not differ in how many they update.
     # Few buckets at a time, because the bytes that are moved exist twice.
     groups = [[leaf.local_tensor for leaf in leaves[nth::several]] for nth in range(several)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bridge._compiler import leaf_update, separability
+from bridge._compiler import leaf_update, policy, separability
 from bridge._compiler.apply_transform import UpdateArrays
 from bridge._compiler.spec import NO_AUX_STATE, AuxState, ExtraArgsSpec, LeafSpec, StateField, TransformSpec, UpdateSpec
 from bridge._compiler.state_layout import state_layout
@@ -307,7 +307,7 @@ class HyperparamTable:
         width, reduces_over_leaf, gathered = bucket_row_length(leaf.dtype, size), leaf.spec.reduces_over_leaf, buckets.is_gathered(leaf)
         addressed = self.may_address_grad(leaf)
         padded = buckets.is_padded(leaf) and not reduces_over_leaf and not self._extra_args.leaves
-        if not size or not (gathered or addressed or padded or leaf.device.type in buckets.GRADS_AS_ARGUMENTS_ON):
+        if not size or not (gathered or addressed or padded or leaf.device.type in policy.BUCKETING.grads_as_arguments_on):
             return None
         if (reduces_over_leaf or not gathered) and not padded and (width != size or self._extra_args.leaves):
             return None
@@ -346,18 +346,18 @@ class HyperparamTable:
         ]
         small = [leaf for leaf in small if bucket_row_length(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel()]
         count = Counter(map(kind_of, small))
-        enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= buckets.MIN_GATHERED_ROWS}
+        enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= policy.BUCKETING.min_gathered_rows}
         if not enough:
             return {}
         kinds = separability.bucket_classes(problem, self._extra_args)
         return {id(leaf): kind for leaf, kind in zip(leaves, kinds, strict=True) if id(leaf) in enough}
 
     def _is_elementwise_state(self, leaf: ParamRecord) -> bool:
-        """Return whether the state is scalars and arrays of the parameter's shape, and all dtypes are in `ADDRESSED_DTYPES`."""
+        """Return whether the state is scalars and arrays of the parameter's shape, and all dtypes may be read by address."""
         assert leaf.spec is not None
         fields = self.fields(leaf)[0]
         kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
-        return kinds <= buckets.ADDRESSED_DTYPES and all(field.shape in (None, ()) for field in fields)
+        return kinds <= policy.BUCKETING.addressed_dtypes and all(field.shape in (None, ()) for field in fields)
 
     def fields(self, leaf: ParamRecord) -> tuple[tuple[StateField, ...], tuple[StateField, ...]]:
         """Return the fields of a parameter's own state, and of the state that it shares with the other parameters of its joint set."""

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 import torch
 
-from bridge._compiler import chunking
+from bridge._compiler import chunking, policy
 from bridge._compiler import plan as update
-from bridge._compiler.plan import can_stream, is_worth_streaming
 from bridge._compiler.spec import NO_EXTRA_ARGS, ExtraArgsSpec
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
@@ -25,12 +24,11 @@ from bridge._memory.gradient_sources import GradientArguments
 from bridge._memory.jax_buffers import JaxBuffer
 from bridge._process import gc_paused
 from bridge._runtime import executable
-from bridge._runtime.executable import SINGLE_CORE_ELEMENTS
 from bridge._runtime.streaming_stats import StreamingStats
 from bridge._runtime.transaction import Transaction
 from bridge._xla import streams
 from bridge._xla.compile import submit
-from torch_api._params.buckets import is_large_row, is_underused
+from torch_api._params.buckets import is_large_row
 from torch_api._params.record import ParamRecord, check_devices
 from torch_api._params.record_state import InitialValue, check_saved_state, has_state, state_signature
 from torch_api._params.state import StateStore
@@ -89,7 +87,7 @@ class LaunchCache:
         trainable = [leaf for leaf in self._trainable if leaf.spec is not None]
         kinds = {leaf: self._hyperparam_table.canonical_order(leaf)[:-1] for leaf in trainable if leaf.has_own_buffer}
         alike, packs = Counter(kinds.values()), {leaf.jax_buffer for leaf in trainable if not leaf.has_own_buffer}
-        frequent = chunking.min_equal_leaves(len(kinds) + len(packs))
+        frequent = policy.CHUNKING.min_equal_leaves(len(kinds) + len(packs))
         # On a GPU, a call costs the host more than the work of a small program costs the device.
         self._equal_counts = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
         self._large_rows_by_kind: dict[
@@ -100,14 +98,14 @@ class LaunchCache:
 
         # These two count all trainable parameters, so that the set of gradients does not change the plans. For few elements, gathering the
         # gradients is cheaper than calling one more program.
-        self._has_few_elements = sum(leaf.shape.numel() for leaf in trainable) <= SINGLE_CORE_ELEMENTS
+        self._has_few_elements = sum(leaf.shape.numel() for leaf in trainable) <= policy.BUCKETING.max_gathered_elements
         readable = [
             leaf
             for leaf in trainable
             if leaf.element_mask is None and (leaf.has_own_buffer or self._hyperparam_table.may_address_grad(leaf))
         ]
         sizes = [(str(numpy_dtype(leaf.grad_dtype)), leaf.shape.numel()) for leaf in readable]
-        self._streamable_elements = sum(size for dtype, size in sizes if can_stream(dtype, size))
+        self._streamable_elements = sum(size for dtype, size in sizes if policy.STREAMING.can_stream(dtype, size))
 
     @property
     def last_used(self) -> list[BoundExecutable]:
@@ -124,7 +122,7 @@ class LaunchCache:
         for leaves in self._large_rows_by_kind.values():
             own = active.intersection(leaves)
             rows = sum(len(memory.rows) for memory in {leaf.jax_buffer for leaf in own} if memory is not None)
-            if self._materializes_rows or is_underused(rows, len(own), self.states.moved_bytes(leaves[0])):
+            if self._materializes_rows or policy.BUCKETING.is_underused(rows, len(own), self.states.moved_bytes(leaves[0])):
                 found += leaves
         return found
 
@@ -181,7 +179,7 @@ class LaunchCache:
     def _may_address_grads(self, grad_set: GradSet) -> bool:
         """Return whether programs may read gradients of buckets by address."""
         needs_no_stats = self._max_grad_norm is None and (grad_set.finite_check_done or not grad_set.has_loss_scale)
-        return not self._has_few_elements and (needs_no_stats or is_worth_streaming(self._streamable_elements))
+        return not self._has_few_elements and (needs_no_stats or policy.STREAMING.is_worth_streaming(self._streamable_elements))
 
     def _compile(
         self, chunks: Sequence[Sequence[Sequence[ProgramOperand]]], grad_set: GradSet, transaction: Transaction
@@ -313,7 +311,9 @@ class LaunchCache:
     ) -> update.LeafPlan:
         """Return the plan of a bucket with the way in which the program reads its gradients: by address, as arguments, or gathered."""
         is_addressed = (
-            addressed and not self._materializes_rows and (self._max_grad_norm is None or can_stream(leaf_plan.spec.dtype, leaf_plan.size))
+            addressed
+            and not self._materializes_rows
+            and (self._max_grad_norm is None or policy.STREAMING.can_stream(leaf_plan.spec.dtype, leaf_plan.size))
         )
         return replace(
             leaf_plan, grads_as_arguments=grads_as_arguments and not is_addressed and not gathers_grads, addresses_grads=is_addressed
@@ -418,7 +418,10 @@ class LaunchCache:
             *grad_set[1:],
         )
         ahead = (
-            streams_stats and plan.needs_global_stats and plan.device.platform == "cpu" and is_worth_streaming(self._streamable_elements)
+            streams_stats
+            and plan.needs_global_stats
+            and plan.device.platform == "cpu"
+            and policy.STREAMING.is_worth_streaming(self._streamable_elements)
         )
         return replace(plan, stats_precomputed=is_one_of_several and plan.needs_global_stats, has_streaming_stats=ahead)
 

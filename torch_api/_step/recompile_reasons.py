@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bridge._compiler import chunking
 from bridge._compiler import plan as update
+from bridge._compiler import policy
 from bridge._compiler.spec import ExtraArgsSpec
 from bridge._runtime import cache, executable
 from bridge._warnings import CompilationWarning, stack_level
@@ -83,7 +83,7 @@ class UsedExecutables:
 
 def _is_specific_to_one_set(plan: update.UpdatePlan) -> bool:
     """Return whether an executable hardly serves other sets of gradients: its leaves are of several kinds, or of an unusual number."""
-    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in chunking.chunk_sizes()
+    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in policy.CHUNKING.chunk_sizes
 
 
 def _describe_reasons(before: RecompileInputs, now: RecompileInputs) -> str:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge._compiler.chunking import min_equal_leaves
+from bridge._compiler import policy
 from bridge._ir.fingerprint import params_text
 from bridge._ir.jaxpr import Slicer, bind, literal_value, make_slicer, outlined
 from bridge._ir.numerics import is_prng_key
@@ -133,7 +133,7 @@ def of_parts(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Valu
         count += 1
     found: dict[Var, jax.Array] = {}
     for members in kinds.values():
-        if len(members) >= min_equal_leaves(count):
+        if len(members) >= policy.CHUNKING.min_equal_leaves(count):
             (_, work), *_ = members
             function = outlined(lambda *given, work=work: work.of_row(given[: len(work.rest.arrays)], given[len(work.rest.arrays) :]))
             found |= {v: function(*(values[x] for x in (*work.rest.arrays, *work.rest.numbers))) for v, work in members}

@@ -12,11 +12,11 @@ import pytest
 import torch
 from oracles import clones, random_grads, same, set_grads
 from packing import assert_near, random_subset, run, states, step_all
+from policies import change_policy
 
 import bridge
 import torch_api
-from bridge._compiler import chunking
-from torch_api._params import buckets
+from bridge._compiler import chunking, policy
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
@@ -26,8 +26,8 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 @pytest.fixture(autouse=True)
 def _unbucketed_leaves(monkeypatch):
     """Let small leaves act like large ones: none is bucketed, and chunks have 24, 4 or 1 leaves."""
-    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=16)
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -117,14 +117,14 @@ def test_changing_frozen_leaves_stop_compiling_after_a_few_sets():
 
 
 def test_few_leaves_share_one_executable():
-    params = parameters([(5, 7)] * chunking.MAX_SHARED_LOOPS)
+    params = parameters([(5, 7)] * policy.CHUNKING.max_shared_loops)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
-    assert sizes(ours) == [chunking.MAX_SHARED_LOOPS]
+    assert sizes(ours) == [policy.CHUNKING.max_shared_loops]
 
 
 def test_more_leaves_are_split_into_chunks_of_equal_leaves(monkeypatch):
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 40)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=40)
     params = parameters([(5, 7)] * 31 + [(23,)] * 9)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
@@ -134,22 +134,21 @@ def test_more_leaves_are_split_into_chunks_of_equal_leaves(monkeypatch):
     run([(ours, params)], 1)
     assert sorted(sizes(ours)) == [3, 8, 15, 15]
     assert ours.cache_info().compilations == 3
-    assert chunking.min_equal_leaves(40) > 1e9 > chunking.min_equal_leaves(41) == 4
+    assert policy.CHUNKING.min_equal_leaves(40) > 1e9 > policy.CHUNKING.min_equal_leaves(41) == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 23, 24, 25, 36, 48, 49, 1000])
 def test_equal_leaves_with_gradients_are_split_into_as_few_chunks_as_possible(count):
     found = list(chunking.equal_chunks(range(count)))
     assert [i for tile in found for i in tile] == list(range(count))
-    assert len(found) == math.ceil(count / chunking.MAX_EQUAL_LEAVES)
+    assert len(found) == math.ceil(count / policy.CHUNKING.max_equal_leaves)
     assert len({len(tile) for tile in found[:-1]}) <= 1
-    assert all(len(found[-1]) <= len(tile) <= chunking.MAX_EQUAL_LEAVES for tile in found)
+    assert all(len(found[-1]) <= len(tile) <= policy.CHUNKING.max_equal_leaves for tile in found)
 
 
 @pytest.mark.parametrize(("equal", "found"), [(24, [24, 4, 1]), (16, [16, 4, 1]), (2, [2, 1]), (1, [1])])
-def test_chunk_sizes_are_decreasing(monkeypatch, equal, found):
-    monkeypatch.setattr(chunking, "MAX_EQUAL_LEAVES", equal)
-    assert chunking.chunk_sizes() == found
+def test_chunk_sizes_are_decreasing(equal, found):
+    assert policy.ChunkingPolicy(max_equal_leaves=equal).chunk_sizes == found
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -281,7 +280,7 @@ def test_state_has_the_bytes_of_torch():
 
 @pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
 def test_deleted_optimizer_leaves_only_the_memory_of_its_parameters(limit, monkeypatch):
-    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", limit)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=limit)
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     params = parameters()

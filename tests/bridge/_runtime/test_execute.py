@@ -12,6 +12,7 @@ import jax
 import pytest
 import torch
 from oracles import clones, project_frames, random_grads, random_params, set_grads
+from policies import change_policy
 
 import bridge
 import torch_api
@@ -353,12 +354,12 @@ def test_many_loops_with_small_temporaries_keep_xlas_schedule(monkeypatch):
     in_order, needed = compiled(torch_api.MaskedLamb, count)
     assert in_order
     with monkeypatch.context() as patch:
-        patch.setattr(executable, "_LONG_LOOP_ELEMENTS", 50_000)
+        change_policy(patch, "THREADING", long_loop_elements=50_000)
         assert compiled(torch_api.MaskedAdamW, count)[0]
     with monkeypatch.context() as patch:
         patch.setattr(executable, "fuses_multiple_outputs", lambda: False)
         assert compiled(torch_api.MaskedAdamW, count)[0]
-    monkeypatch.setattr(executable, "_MAX_UNORDERED_ELEMENTS", float("inf"))
+    change_policy(monkeypatch, "THREADING", max_unordered_elements=float("inf"))
     monkeypatch.setattr(executable, "fuses_multiple_outputs", lambda: True)
     in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the check can fail
     assert not in_xlas

@@ -12,9 +12,10 @@ import optax
 import pytest
 import torch
 from oracles import random_params
+from policies import change_policy
 
 import torch_api
-from bridge._compiler import chunking
+from bridge._compiler import policy
 from bridge._memory import adoption, allocation, pending_results
 from bridge._runtime import cache, in_flight
 from bridge._xla import streams
@@ -140,8 +141,8 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
 
 
 def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
-    monkeypatch.setitem(torch_api._params.buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=16)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
@@ -165,9 +166,9 @@ def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
 
 
 def test_error_of_a_partial_step_names_the_updated_parameters(monkeypatch):
-    monkeypatch.setitem(torch_api._params.buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
-    params = random_params(shapes=[(20,)] * (chunking.MAX_EQUAL_LEAVES + 1))
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=16)
+    params = random_params(shapes=[(20,)] * (policy.CHUNKING.max_equal_leaves + 1))
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
     last = optimizer._launch_cache.last_used[-1].executable
@@ -179,8 +180,8 @@ def test_error_of_a_partial_step_names_the_updated_parameters(monkeypatch):
     before = [p.detach().clone() for p in params]
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         optimizer.step()
-    first = [f"param{i}" for i in range(chunking.MAX_EQUAL_LEAVES + 1) if not torch.equal(params[i], before[i])]
-    assert 0 < len(first) <= chunking.MAX_EQUAL_LEAVES
+    first = [f"param{i}" for i in range(policy.CHUNKING.max_equal_leaves + 1) if not torch.equal(params[i], before[i])]
+    assert 0 < len(first) <= policy.CHUNKING.max_equal_leaves
     assert f"This step has updated {first} and no other parameter." in caught.value.__notes__
 
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure, which_scaled_steps_move
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
+from policies import change_policy
 
 import torch_api
-from bridge._compiler import chunking, joint_update
 from bridge._compiler import update as step
-from bridge._compiler.passes import batch_rows, per_kind
+from bridge._compiler.passes import per_kind
 from bridge._runtime import cache, outline
 from bridge._runtime.outline import Pieces
-from torch_api._params import buckets
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 SHAPES = [(24, 16)] * 9 + [(48,)] * 6 + [(30, 20), (5,)]
@@ -39,8 +38,8 @@ CUT = [
 @pytest.fixture(autouse=True)
 def _many(monkeypatch):
     """Let few small leaves act like many large ones."""
-    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=16)
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ def no_outlining(monkeypatch):
     """Return a function that turns outlining off."""
 
     def never():
-        for module in (joint_update, batch_rows):
-            monkeypatch.setattr(module, "min_equal_leaves", lambda loops: math.inf)
+        change_policy(monkeypatch, "CHUNKING", max_shared_loops=1000)
 
     return never
 

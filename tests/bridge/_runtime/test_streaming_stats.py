@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 from oracles import FUSES, clones, movement_error
+from policies import change_policy
 
 import bridge
 import torch_api
 from bridge import _process
-from bridge._compiler import plan
+from bridge._compiler import policy
 from bridge._memory import address_space
 from bridge._process import x64
 from bridge._runtime import in_flight, streaming_stats
@@ -17,7 +18,8 @@ from bridge._xla import compile as reading_compile
 from bridge._xla import streams
 
 pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.CAN_READ_BY_ADDRESS, reason="only for Linux on x86-64")]
-SIZES = [plan.READ_CHUNK, plan.READ_CHUNK + 1, 100_000, 2_000_003, 3 * plan.READ_CHUNK, 1 << 20]
+CHUNK = policy.STREAMING.chunk_elements
+SIZES = [CHUNK, CHUNK + 1, 100_000, 2_000_003, 3 * CHUNK, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}
 
@@ -63,7 +65,7 @@ def test_comparison_detects_elements_counted_twice(monkeypatch):
         np.testing.assert_allclose(found(grads, True, False), [squares(grads), 0.0], rtol=2e-7)
 
 
-@pytest.mark.parametrize("at", [(0, 0), (1, plan.READ_CHUNK), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
+@pytest.mark.parametrize("at", [(0, 0), (1, CHUNK), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_nonfinite_element_is_found_anywhere(at, value):
     grads = some()
@@ -73,8 +75,8 @@ def test_nonfinite_element_is_found_anywhere(at, value):
 
 
 def test_overflowing_sum_does_not_count_as_nonfinite():
-    grads = [torch.full((1 << 20,), 3e37), torch.full((plan.READ_CHUNK,), 2e38)]
-    np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + plan.READ_CHUNK * 4e16, 0.0], rtol=1e-5)
+    grads = [torch.full((1 << 20,), 3e37), torch.full((CHUNK,), 2e38)]
+    np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + CHUNK * 4e16, 0.0], rtol=1e-5)
     assert found(grads, False, True)[1] == 0
 
 
@@ -150,7 +152,7 @@ def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
     start, optimizer = clones(params), sgd(params)
     train(params, 20, optimizer.step)
     with monkeypatch.context() as m:
-        m.setattr(plan, "CAN_READ_BY_ADDRESS", False)
+        m.setattr(policy, "CAN_READ_BY_ADDRESS", False)
         other = sgd(plain)
         train(plain, 20, other.step)
     assert launches(optimizer)[0].streaming_stats is not None
@@ -160,8 +162,7 @@ def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
     first_share = lambda self, *args: (make(self, *args), setattr(self, "shares", self.shares[:1]))[0]  # noqa: E731
     monkeypatch.setattr(streaming_stats._PerDtypeStats, "__init__", first_share)
     monkeypatch.setattr(_process, "CORES", 2)
-    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1 << 19)
-    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1 << 19)
+    change_policy(monkeypatch, "STREAMING", min_elements=1 << 19)
     train(half, 20, sgd(half).step)
     if streams.HAS_STREAMS:
         assert max(map(movement_error, half, plain, start)) > 1e-2
@@ -181,7 +182,7 @@ def test_every_set_of_gradients_uses_the_same_programs(monkeypatch):
         before = streaming_stats.streaming_stats_executable.cache_info().misses
         optimizer.step()
         assert streaming_stats.streaming_stats_executable.cache_info().misses == before
-        far = [position for position in live if params[position].numel() >= plan.READ_CHUNK]
+        far = [position for position in live if params[position].numel() >= CHUNK]
         assert (launches(optimizer)[0].streaming_stats is None) == (not far)
 
 
@@ -195,7 +196,7 @@ def test_norm_reads_the_gradients_once():
         optimizer.step()
         counts.append(optimizer.bytes_accessed() / p.numel())
     assert counts[1] - counts[0] == pytest.approx(4, abs=0.01)
-    turn = 4 * plan.CONCURRENT_CHUNKS * plan.READ_CHUNK
+    turn = 4 * policy.STREAMING.concurrent_chunks * CHUNK
     program = streaming_stats.streaming_stats_executable("float32", True, False, CPU)
     program.compile()
     # The compiler counts one iteration of each loop: four parts, a remainder, and the sums.
@@ -227,8 +228,7 @@ def test_loss_scale_and_frozen_elements_are_respected(monkeypatch):
     mask = {"p0": torch.zeros(700, 1000, dtype=torch.bool), "p1": True, "p3": True}
     mask["p0"][:350] = True
     optimizer = torch_api.MaskedSGD([(f"p{i}", p) for i, p in enumerate(params)], lr=1.0, mask=mask, max_grad_norm=0.5, fused=True)
-    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1)
-    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1)
+    change_policy(monkeypatch, "STREAMING", min_elements=1)
     start = clones(params)
     give(params, 0)
     params[0].grad[400:] = torch.nan  # frozen rows

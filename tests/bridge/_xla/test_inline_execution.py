@@ -10,15 +10,15 @@ import optax
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
+from policies import change_policy
 
 import torch_api
 from bridge import _process
 from bridge._compat import jax as compat
+from bridge._compiler import policy
 from bridge._ir.queries import properties_of
 from bridge._runtime import cache, executable
 from bridge._xla import compile_options, inline_execution, probes
-from torch_api._params import bucket_state
-from torch_api._step import launch_cache
 
 CPU = jax.devices("cpu")[0]
 
@@ -170,7 +170,7 @@ def test_only_a_single_program_of_a_step_runs_inline(monkeypatch):
     monkeypatch.setattr(cache, "_programs", {})
     params = random_params(shapes=[(1 << 10, 1 << 10)] * 5 + [(8, n) for n in range(1, 70)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torch_api._params.buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+        change_policy(patch, "BUCKETING", max_gathered_row_bytes=0)
         several = torch_api.MaskedAdamW(params, lr=1e-2)
     set_grads(params, random_grads(params))
     several.step()
@@ -181,7 +181,7 @@ def test_only_a_single_program_of_a_step_runs_inline(monkeypatch):
 @INLINE
 def test_many_large_loops_do_not_run_inline(monkeypatch):
     many = 32
-    monkeypatch.setattr(executable, "_MANY_LOOPS_PER_CORE", many / _process.CORES)
+    change_policy(monkeypatch, "THREADING", many_loops_per_core=many / _process.CORES)
     for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
         optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(size + 16 * n,) for n in range(count)], steps=2)
         (launch,) = launches(optimizer)
@@ -249,7 +249,7 @@ def test_short_loops_use_one_core_and_long_loops_several(monkeypatch):
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
 def test_many_short_loops_use_one_core_each(monkeypatch):
     many, short = 32, 1 << 16
-    monkeypatch.setattr(executable, "_MANY_LOOPS_PER_CORE", many / _process.CORES)
+    change_policy(monkeypatch, "THREADING", many_loops_per_core=many / _process.CORES)
 
     def loops(count, largest=0):
         shapes = [(short + 16 * n,) for n in range(count)] + [(largest,)] * (largest > 0)
@@ -258,7 +258,7 @@ def test_many_short_loops_use_one_core_each(monkeypatch):
     assert loops(many) == 0
     assert loops(many - 1) > 0
     assert loops(many, largest=many * short * _process.CORES) > 0
-    monkeypatch.setattr(executable, "_SHORT_LOOP_ELEMENTS", short // 2)
+    change_policy(monkeypatch, "THREADING", short_loop_elements=short // 2)
     monkeypatch.setattr(cache, "_programs", {})
     assert loops(many) > 0  # the check can fail
 
@@ -305,10 +305,10 @@ def test_single_thread_option_keeps_other_options_and_user_flags(monkeypatch):
 
 @pytest.mark.skipif(not probes.fuses_multiple_outputs(), reason="this XLA writes only one result per loop")
 def test_equal_matrices_of_a_small_model_share_its_program(monkeypatch):
-    monkeypatch.setattr(bucket_state, "MAX_GATHERED_BUCKET_BYTES", 1)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_bucket_bytes=1)
     counts = []
-    for few in (executable.SINGLE_CORE_ELEMENTS, 0):  # with 0 the check fails
-        monkeypatch.setattr(launch_cache, "SINGLE_CORE_ELEMENTS", few)
+    for few in (policy.BUCKETING.max_gathered_elements, 0):  # with 0 the check fails
+        change_policy(monkeypatch, "BUCKETING", max_gathered_elements=few)
         counts.append(len(launches(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(128, 72)] * 8 + [(128,)] * 8)[0])))
     assert counts == [1, 2]
 

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from policies import change_policy
 
 import bridge
 import torch_api
 from bridge import _process
-from bridge._compiler import chunking, plan
+from bridge._compiler import policy
 from bridge._memory import address_space, pending_results
 from bridge._process import x64
 from bridge._runtime import execute, streaming_stats
 from bridge._xla import streams
-from torch_api._params import buckets
 
 pytestmark = pytest.mark.quick
 
@@ -29,8 +29,7 @@ needs_calls = pytest.mark.skipif(streams._stream_calls is None, reason="this jax
 
 @pytest.fixture(autouse=True)
 def _several_programs(monkeypatch):
-    monkeypatch.setattr(chunking, "MAX_SHARED_LOOPS", 16)
-    monkeypatch.setattr(chunking, "MAX_EQUAL_LEAVES", 8)
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=16, max_equal_leaves=8)
 
 
 def built(seed=0, **options):
@@ -71,8 +70,9 @@ def test_streamed_norm_counts_each_element_with_and_without_streams(several, sin
     if not several:
         single_stream()
     monkeypatch.setattr(_process, "CORES", 2)
-    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", plan.READ_CHUNK)
-    sizes, device = [20 * plan.READ_CHUNK, plan.READ_CHUNK + 5], jax.devices("cpu")[0]
+    chunk = policy.STREAMING.chunk_elements
+    change_policy(monkeypatch, "STREAMING", min_elements=chunk)
+    sizes, device = [20 * chunk, chunk + 5], jax.devices("cpu")[0]
     streaming_stats.streaming_stats_executable("float32", True, False, device).compile()
     reader = streaming_stats.StreamingStats([(i, size, "float32") for i, size in enumerate(sizes)], True, False, device)
     grads, reads = [torch.full((size,), 0.5) for size in sizes], []
@@ -84,7 +84,7 @@ def test_streamed_norm_counts_each_element_with_and_without_streams(several, sin
 
 @needs_calls
 def test_programs_take_streams_in_turn_and_the_threads_stream_is_restored(monkeypatch):
-    monkeypatch.setattr(buckets, "MAX_ADDRESSED_ROW_BYTES", 0)  # otherwise one program would update all
+    change_policy(monkeypatch, "BUCKETING", max_addressed_row_bytes=0)  # otherwise one program would update all
     params, optimizer = built()
     steps(params, optimizer, 1)
     own, chosen, choose = streams._stream_calls[0](), [], streams.set_stream
@@ -149,7 +149,7 @@ def test_token_program_is_compiled_once_per_length():
 @pytest.mark.parametrize("off", [False, True])
 def test_token_program_is_compiled_before_the_first_step_runs(off, monkeypatch):
     streams._copy_program.cache_clear()
-    monkeypatch.setattr(buckets, "MAX_ADDRESSED_ROW_BYTES", 0)
+    change_policy(monkeypatch, "BUCKETING", max_addressed_row_bytes=0)
     params, optimizer = built()
     found, run = [], execute.run
     monkeypatch.setattr(execute, "run", lambda *given: (found.append(streams._copy_program.cache_info().misses), run(*given))[1])

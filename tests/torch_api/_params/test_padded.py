@@ -11,12 +11,13 @@ import optax
 import pytest
 import torch
 from oracles import FUSES, clones, movement_error, random_grads, run_pair, same, set_grads
+from policies import change_policy
 
 import torch_api
 from bridge import _process
-from bridge._compiler import chunking, plan
+from bridge._compiler import plan, policy
 from bridge._memory import address_space
-from bridge._runtime import cache, streaming_stats
+from bridge._runtime import cache
 from torch_api._params import buckets
 from torch_api._step import bound_executable
 
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.CAN_
 def _anew(monkeypatch):
     """Set the number of cores to two, and use only programs that this test compiles."""
     monkeypatch.setattr(_process, "CORES", 2)
+    change_policy(monkeypatch, "THREADING", cores=2)
     monkeypatch.setattr(cache, "_programs", {})
 
 
@@ -162,8 +164,7 @@ PADDED_GRADIENT = bound_executable._padded_gradient
 @pytest.mark.parametrize("broken", [False, True])
 def test_norm_excludes_the_padding(ahead, broken, monkeypatch):
     """The broken variants count the padding as part of the gradient."""
-    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1 << 14 if ahead else 1 << 30)
-    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1 << 14 if ahead else 1 << 30)
+    change_policy(monkeypatch, "STREAMING", min_elements=1 << 14 if ahead else 1 << 30)
     if broken and ahead:
         monkeypatch.setattr(plan.LeafPlan, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:
@@ -280,7 +281,7 @@ def test_other_optimizers_of_a_padded_parameter_use_no_padding(name):
 
 def test_parameters_are_padded_only_on_a_few_cores(monkeypatch):
     for cores, expected in ((1, 0), (3, ODD), (4, ODD), (5, 0), (64, 0)):
-        monkeypatch.setattr(_process, "CORES", cores)
+        change_policy(monkeypatch, "THREADING", cores=cores)
         assert len(padded(torch_api.MaskedAdamW(parameters(), lr=0.01))) == expected
 
 
@@ -341,6 +342,6 @@ def test_train_step_updates_padded_parameters():
 
 
 def test_is_ragged_depends_on_the_length():
-    assert chunking.splits_unevenly(PRIME)
-    assert not chunking.splits_unevenly(PRIME + 1)
-    assert not chunking.splits_unevenly(9)
+    assert policy.THREADING.splits_unevenly(PRIME)
+    assert not policy.THREADING.splits_unevenly(PRIME + 1)
+    assert not policy.THREADING.splits_unevenly(9)

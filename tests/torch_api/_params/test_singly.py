@@ -9,12 +9,12 @@ import pytest
 import torch
 from oracles import clones, movement_error, random_grads, run_pair, set_grads
 from packing import bucketed, unbucketed_twin
+from policies import change_policy
 
 import torch_api
 from bridge._compiler import update
 from bridge._compiler.passes import per_kind
 from bridge._runtime import cache
-from torch_api._params import bucket_state, buckets
 from torch_api._step import bound_executable
 
 pytestmark = pytest.mark.unoptimized
@@ -35,9 +35,7 @@ MAKE = {
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch):
-    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
-    monkeypatch.setattr(buckets, "GRADS_AS_ARGUMENTS_ON", {"cpu"})
-    monkeypatch.setattr(bucket_state, "GRADS_AS_ARGUMENTS_ON", {"cpu"})
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0, grads_as_arguments_on=frozenset({"cpu"}))
 
 
 def parameters(dtype=torch.float32):
@@ -48,8 +46,7 @@ def compare_with_unbucketed(make, ours, steps=20, grads=None, tolerance=1e-6):
     """Compare the movement with an unbucketed optimizer; return both optimizers."""
     optimizer = make(ours)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "GRADS_AS_ARGUMENTS_ON", set())
-        patch.setattr(bucket_state, "GRADS_AS_ARGUMENTS_ON", set())
+        change_policy(patch, "BUCKETING", grads_as_arguments_on=frozenset())
         other, theirs = unbucketed_twin(make, ours)
     start = [p.detach().clone() for p in ours]
     for _ in range(steps):
@@ -57,8 +54,7 @@ def compare_with_unbucketed(make, ours, steps=20, grads=None, tolerance=1e-6):
             p.grad, q.grad = (None, None) if g is None else (g, g.clone())
         optimizer.step()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(buckets, "GRADS_AS_ARGUMENTS_ON", set())
-            patch.setattr(bucket_state, "GRADS_AS_ARGUMENTS_ON", set())
+            change_policy(patch, "BUCKETING", grads_as_arguments_on=frozenset())
             other.step()
     moved = [i for i, (p, s) in enumerate(zip(theirs, start, strict=True)) if not torch.equal(p, s)]
     assert moved

@@ -6,11 +6,10 @@ import pytest
 import torch
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, set_grads
 from packing import lower_addressing_thresholds, programs, states
+from policies import change_policy
 
 import bridge
 import torch_api
-from bridge._compiler import plan
-from bridge._runtime import streaming_stats
 from bridge._xla import probes
 
 pytestmark = pytest.mark.unoptimized
@@ -54,8 +53,7 @@ def decisive(optimizer):
 @pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
 def test_addressed_rows_move_as_in_torch(bound, monkeypatch):
     lower_addressing_thresholds(monkeypatch, 8)
-    monkeypatch.setattr(plan, "MIN_STREAMED_ELEMENTS", 1)
-    monkeypatch.setattr(streaming_stats, "MIN_STREAMED_ELEMENTS", 1)
+    change_policy(monkeypatch, "STREAMING", min_elements=1)
     params, ours_by, theirs_by = parameters(), scaler(), scaler()
     start, others = clones(params), clones(params)
     ours, theirs = adamw(params, max_grad_norm=bound), torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)

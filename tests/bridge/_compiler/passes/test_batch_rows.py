@@ -11,13 +11,13 @@ import torch
 from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure, which_scaled_steps_move
 from oracles import CLOSE, clones, movement_error, random_grads, random_params, set_grads
 from packing import alternating_grads, assert_near, bucket_rows, bucketed, run, unbucketed_twin
+from policies import change_policy
 from sampling import sampled
 
 import torch_api
 from bridge._compiler import joint_update, separability
 from bridge._compiler.passes import batch_rows, hoist
 from bridge._runtime import cache
-from torch_api._params import buckets
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 # Matrices, vectors, matrices with as many elements as the vectors, rows that would be padded, a large leaf, and a rare shape.
@@ -192,7 +192,7 @@ def test_number_of_loops_does_not_depend_on_the_number_of_small_leaves(monkeypat
 
     few, many = counted(6), counted(24)
     assert many <= few + 4, (few, many)
-    monkeypatch.setitem(buckets.MAX_GATHERED_ROW_BYTES, "cpu", 0)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0)
     assert counted(24) > counted(6) + 100  # the comparison can fail
 
 

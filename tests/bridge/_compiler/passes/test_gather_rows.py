@@ -30,14 +30,15 @@ from packing import (
     separate_twin,
     states,
 )
+from policies import change_policy
 
 import bridge
 import torch_api
+from bridge._compiler import policy
 from bridge._compiler.passes import gather_rows
 from bridge._memory import address_space
 from bridge._runtime import cache
 from bridge._xla import probes
-from torch_api._params import bucket_state, buckets
 from torch_api._step import bound_executable
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
@@ -196,7 +197,7 @@ def test_row_without_gradient_keeps_its_bits_and_compiles_nothing(shape):
     ],
 )
 def test_is_sparse_weighs_inactive_bytes_against_separate_arguments(rows, active, elements, sparse):
-    assert buckets.is_underused(rows, active, 28 * elements) is sparse
+    assert policy.BUCKETING.is_underused(rows, active, 28 * elements) is sparse
 
 
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
@@ -222,7 +223,7 @@ def test_only_buckets_with_few_gradients_are_dissolved():
 
 
 def test_size_of_a_bucket_is_bounded(monkeypatch):
-    monkeypatch.setattr(buckets, "MAX_ADDRESSED_BUCKET_BYTES", 3 * 160 * 256 * 4)
+    change_policy(monkeypatch, "BUCKETING", max_addressed_bucket_bytes=3 * 160 * 256 * 4)
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = adamw(ours)
     theirs, start = clones(ours), clones(ours)
@@ -437,7 +438,7 @@ def test_buckets_of_several_sizes_share_a_trace(name):
 
 @pytest.mark.parametrize("shape", [(32, 20, 8, 8), (16, 16, 8, 8)], ids=["read where they lie", "gathered"])
 def test_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypatch):
-    monkeypatch.setattr(bucket_state, "MAX_GATHERED_BUCKET_BYTES", 1 << 20)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_bucket_bytes=1 << 20)
     ours = parameters(shapes=[shape] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
