@@ -107,6 +107,16 @@ def test_files_and_names_in_contributing_exist():
     assert sorted({part for span in named for part in span.split(".")} - words) == []
 
 
+def test_train_steps_read_no_private_attribute_of_an_optimizer():
+    """`torch_api/_step/optimizer_access.py` and `transaction.py` have what they need."""
+    found = [
+        path
+        for path in FILES
+        if path.parent.name == "_train" and re.search(r"\boptimizer\._[a-z]", without_prose(ast.parse(path.read_text())))
+    ]
+    assert found == []
+
+
 def test_each_package_of_tests_has_quick_tests():
     """Every folder that mirrors a package has quick tests; `torch_api/_rules` and `torch_api/_train` are tested through optimizers."""
     for folder in {path.parent for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in ("clients", "_train")}:

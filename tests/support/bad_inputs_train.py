@@ -12,6 +12,7 @@ from bad_inputs import Bad, without_memory
 from torch.nn import functional as F
 
 from torch_api import JaxTrainStep, MaskedAdamW
+from torch_api._step.optimizer_access import OptimizerAccess
 from torch_api._train import arguments, module_guard
 
 X, Y = torch.randn(5, 4), torch.randn(5, 2)
@@ -109,7 +110,7 @@ def sharded(net):
     optimizer = adamw(net)
     optimizer._trainable[0].dtensor_layout = SimpleNamespace()
     watch = module_guard.ModuleGuard(net)
-    arguments.check_same_params(watch, optimizer)
+    arguments.check_same_params(watch, OptimizerAccess(optimizer))
 
 
 def donated():

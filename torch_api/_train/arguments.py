@@ -25,6 +25,7 @@ from bridge._train import train_program
 from torch_api._params.record import ParamRecord
 from torch_api._params.sharding import dtensor_layout_of
 from torch_api._step.bound_executable import ProgramOperand
+from torch_api._step.optimizer_access import OptimizerAccess
 from torch_api.optimizer import OptaxOptimizer
 
 from .batch import CLS_NAME
@@ -194,7 +195,7 @@ def check_readable(module: torch.nn.Module) -> None:
             )
 
 
-def check_same_params(module_guard: ModuleGuard, optimizer: OptaxOptimizer) -> torch.device:
+def check_same_params(module_guard: ModuleGuard, optimizer: OptimizerAccess) -> torch.device:
     """Return the device of the module; raise if it has several, or if the parameters of module and optimizer differ."""
     by_device: dict[torch.device, str] = {}
     for name, tensor in (*module_guard.params.items(), *module_guard.buffers.items()):
@@ -202,7 +203,7 @@ def check_same_params(module_guard: ModuleGuard, optimizer: OptaxOptimizer) -> t
     if len(by_device) != 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in by_device.items()) or "it has no parameters"
         raise ValueError(f"{CLS_NAME}: the module must be on one device, but {places}. Move it by module.to(device).")
-    known = {id(leaf.param) for leaf in optimizer._records}
+    known = {id(leaf.param) for leaf in optimizer.records}
     missing = [name for name, p in module_guard.params.items() if p.requires_grad and id(p) not in known]
     if missing:
         raise ValueError(
@@ -210,13 +211,13 @@ def check_same_params(module_guard: ModuleGuard, optimizer: OptaxOptimizer) -> t
             "trained. Give them to the optimizer (its mask can freeze them), or set requires_grad=False."
         )
     module_params = {id(p) for p in module_guard.params.values()}
-    foreign = [leaf.name for leaf in optimizer._trainable if leaf.param.requires_grad and id(leaf.param) not in module_params]
+    foreign = [leaf.name for leaf in optimizer.trainable if leaf.param.requires_grad and id(leaf.param) not in module_params]
     if foreign:
         raise ValueError(
             f"{CLS_NAME}: the optimizer trains {_few_names(foreign)}, not among the module's parameters, so no gradient could reach it. "
             "Put all that is trained into one module (torch.nn.ModuleDict), or make an optimizer of this module's parameters."
         )
-    sharded = [leaf.name for leaf in optimizer._trainable if leaf.dtensor_layout is not None]
+    sharded = [leaf.name for leaf in optimizer.trainable if leaf.dtensor_layout is not None]
     if sharded:
         raise ValueError(
             f"{CLS_NAME}: parameter {sharded[0]!r} is a DTensor, and a program of one process holds only its part. "

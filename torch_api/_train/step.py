@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from bridge import _process
-from bridge._compat.torch import OPT_CALLED
 from bridge._compiler.plan import UpdatePlan
 from bridge._compiler.spec import GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, ExtraArgsSpec
 from bridge._interop.dlpack import device_of, to_jax, to_torch
@@ -32,6 +31,7 @@ from torch_api._params.record import ParamRecord
 from torch_api._step.bound_executable import BoundExecutable, ProgramOperand
 from torch_api._step.extra_args import ExtraArgs, are_64bit
 from torch_api._step.launch_cache import LaunchCache
+from torch_api._step.optimizer_access import OptimizerAccess
 from torch_api._step.recompile_reasons import CacheInfo
 from torch_api._step.transaction import StepTransaction
 from torch_api.optimizer import OptaxOptimizer
@@ -78,6 +78,20 @@ class BoundTrainProgram(NamedTuple):
     per_call_inputs: list[PerCallInput]
     grad_accumulators: list[jax_buffers.JaxBuffer]
     params_reached: list[str]
+
+
+class PreparedCall(NamedTuple):
+    """A call whose program is compiled and bound.
+
+    forward: the loss. bound: the program. batch, hyperparams, extra_arrays: the arguments of this call; `extra_arrays` are those of the
+    transformation.
+    """
+
+    forward: ModuleLossJaxpr
+    bound: BoundTrainProgram
+    batch: Batch
+    hyperparams: np.ndarray
+    extra_arrays: Sequence[jax.Array | np.ndarray]
 
 
 class JaxTrainStep:
@@ -131,7 +145,7 @@ class JaxTrainStep:
         self._call_lock: AbstractContextManager[object] = threading.RLock() if accumulate > 1 else nullcontext()
         self._hits = self._misses = self._compilations = 0
         self._loss_placeholder: jax.Array | None = None
-        with optimizer._transaction():
+        with self._access.transaction():
             self._refresh()
 
     def __reduce__(self) -> NoReturn:
@@ -139,6 +153,15 @@ class JaxTrainStep:
             f"{CLS_NAME} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, and "
             "make an optimizer and a train step for the copy; what to save are both state_dicts."
         )
+
+    @property
+    def optimizer(self) -> OptaxOptimizer:
+        """The optimizer. The call after an assignment binds everything to the new one."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: OptaxOptimizer) -> None:
+        self._optimizer, self._access = optimizer, OptimizerAccess(optimizer)
 
     @property
     def pending(self) -> int:
@@ -154,34 +177,32 @@ class JaxTrainStep:
         """Run one step on this batch. `extra_args` are extra arguments of the transformation, as in `optimizer.step`."""
         refuse_autocast()
         if extra_args:
-            are_taken = any(rule.takes_extra_args for rule in self.optimizer._optimizer_specs.values())
-            refuse_keywords(self.loss_fn, extra_args, are_taken, bool(batch))
-        if self.optimizer._swap.swapped_by:
-            self.optimizer._swap.raise_swapped_error(CLS_NAME)
+            refuse_keywords(self.loss_fn, extra_args, self._access.takes_extra_args, bool(batch))
+        self._access.raise_if_swapped(CLS_NAME)
         _process.raise_if_forked()  # before the lock, which another thread may have held at the fork
         result = _RETRY
         while result is _RETRY:  # a hook may have called the train step
             with self._call_lock:
                 if self._accumulated_calls + 1 >= self.accumulate:
-                    result = _call_with_step_hooks(self.optimizer, self._step, batch, extra_args, True)
+                    result = _call_with_step_hooks(self._optimizer, self._step, batch, extra_args, True)
                 else:
                     result = self._step(batch, extra_args, False)
         return result
 
     def flush(self, **extra_args: PyTree) -> None:
         """Update with the mean of the gradients of the `pending` calls, if there are any, for example at the end of an epoch."""
-        with self._call_lock, self.optimizer._transaction():
+        with self._call_lock, self._access.transaction():
             if not self._accumulated_calls:
                 return
             trained = {name: self._module_guard.params[name] for name in self._accumulated_names}
-            before = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+            before = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"]]
             try:
                 for p, _ in before:
                     p.grad = None
                 for name, p in trained.items():
                     total = self._grad_accumulators[name].alias_tensor(p.device).view(p.shape)
                     p.grad = torch.empty_like(p, dtype=getattr(p, "grad_dtype", None)).copy_(total / self._accumulated_calls)
-                self.optimizer.step(**extra_args)
+                self._optimizer.step(**extra_args)
             finally:
                 for p, grad in before:
                     p.grad = grad
@@ -193,8 +214,8 @@ class JaxTrainStep:
         """Run the call. Return `_RETRY` if other calls came first, so that it is open again whether this one updates."""
         result = _RETRY
         while result is _RETRY and updates is (self._accumulated_calls + 1 >= self.accumulate):
-            with Transaction(self.optimizer._devices) as locks:
-                transaction = StepTransaction(self.optimizer, CLS_NAME, locks)
+            with Transaction(self._access.devices) as locks:
+                transaction = StepTransaction(self._optimizer, CLS_NAME, locks)
                 result = self._update(transaction, batch, extra_args, updates)
         return result
 
@@ -203,48 +224,50 @@ class JaxTrainStep:
 
         Return `_RETRY` if it must start over, because the optimizer changed while the call was prepared.
         """
-        optimizer = self.optimizer
-        arguments = transaction.begin(partial(self._make_extra_args, extra_args) if updates else None)
-        if optimizer._launch_cache is not self._launch_cache or not self._module_guard.is_unchanged():
-            self._refresh()
-        if optimizer._devices != transaction.locks.devices:
+        prepared = self._prepare(transaction, batch, extra_args, updates)
+        if prepared is None:
             return _RETRY
+        result = self._run(transaction, prepared, updates)
+        self._finish(prepared.bound, updates)
+        if self._access.state_may_be_referenced:
+            transaction.commit()
+        return (result.loss, prepared.forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
+
+    def _prepare(
+        self, transaction: StepTransaction, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool
+    ) -> PreparedCall | None:
+        """Find the program of this call, or trace, compile and bind it. Return None if the call must start over."""
+        arguments = transaction.begin(partial(self._make_extra_args, extra_args) if updates else None)
+        if self._access.launch_cache is not self._launch_cache or not self._module_guard.is_unchanged():
+            self._refresh()
+        if self._access.devices != transaction.locks.devices:
+            return None
         items = Batch(batch, self._device, self._float_dtype)
         forward = self._get_loss_jaxpr(items, transaction)
         if forward is None:
-            return _RETRY
+            return None
         with_grad = self._find_with_grad(forward, updates)
         extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
-        hyperparams = optimizer._hyperparams()
+        hyperparams = self._access.hyperparams()
         key = items.signature, with_grad, extra, updates
         bound = self._get_bound_program(key)
         if bound is None:
             loss_at = next((i for i, x in enumerate(extra_arrays) if x is self._loss_placeholder), None)
             bound = self._bind_program(transaction, forward, with_grad, extra, loss_at, updates, hyperparams)
             if bound is None:
-                return _RETRY
+                return None
             self._bound_programs[key] = bound
-        launch, storages = bound.launch, self._read_inputs(bound)
-        seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.uses_seed else _NO_SEED
-        about = (
-            bound.donated_buffers,
-            bound.copied_buffers,
-            bound.copied_dim_orders,
-            bound.frozen_inputs,
-            items.arrays,
-            bound.grad_accumulators,
-        )
-        written = [*bound.in_place_tensors, *launch.arguments.params] if updates else bound.in_place_tensors
-        checks_finite = has_nan_checks()
+        return PreparedCall(forward, bound, items, hyperparams, extra_arrays)
+
+    def _run(self, transaction: StepTransaction, prepared: PreparedCall, updates: bool) -> call.TrainResult:
+        """Call the program, and follow results that have moved. Undo the call if it fails."""
+        bound, checks_finite = prepared.bound, has_nan_checks()
+        storages = self._read_inputs(bound)
+        arrays = self._arrays(prepared, updates)
         if bound.program.has_callback or checks_finite:
             transaction.snapshots += self._snapshot(bound, checks_finite)
         try:
-            result = call.run(
-                bound.program,
-                launch,
-                call.TrainArrays(*about, seed, hyperparams, extra_arrays, not self._accumulated_calls, written),
-                transaction.completed,
-            )
+            result = call.run(bound.program, bound.launch, arrays, transaction.completed)
             self._rebind(bound, result)
             if checks_finite:
                 self._refuse_not_finite(bound, result, updates)
@@ -254,10 +277,25 @@ class JaxTrainStep:
             self._rollback(transaction, error, bound)
             raise
         del storages  # the program read them until here
-        self._finish(bound, updates)
-        if optimizer._state_access.may_be_referenced:
-            transaction.commit()
-        return (result.loss, forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
+        return result
+
+    def _arrays(self, prepared: PreparedCall, updates: bool) -> call.TrainArrays:
+        """Return the arguments of the call. If the loss draws random numbers, torch's default generator gives their seed."""
+        bound = prepared.bound
+        seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if prepared.forward.uses_seed else _NO_SEED
+        return call.TrainArrays(
+            buffers=bound.donated_buffers,
+            copied_back=bound.copied_buffers,
+            copied_back_order=bound.copied_dim_orders,
+            read_arrays=bound.frozen_inputs,
+            batch=prepared.batch.arrays,
+            grad_accumulators=bound.grad_accumulators,
+            seed=seed,
+            hyperparams=prepared.hyperparams,
+            extra_args=prepared.extra_arrays,
+            is_first=not self._accumulated_calls,
+            written_tensors=[*bound.in_place_tensors, *bound.launch.arguments.params] if updates else bound.in_place_tensors,
+        )
 
     def _get_bound_program(self, key: Hashable) -> BoundTrainProgram | None:
         """Return the bound program of this kind of call; None if there is none yet, or user code deleted arrays of `jax.live_arrays()`."""
@@ -286,7 +324,7 @@ class JaxTrainStep:
     def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult) -> None:
         """Bind to the new addresses after results moved."""
         if outcome.moved:
-            self.optimizer._launch_cache.rebind([bound.launch])
+            self._access.launch_cache.rebind([bound.launch])
             for memory, buffer in zip(bound.donated_buffers, bound.in_place_tensors, strict=True):
                 buffer.data = jax_buffers.rebind_moved(memory).alias_tensor(buffer.device, like=buffer)
             for memory in bound.grad_accumulators:
@@ -299,7 +337,7 @@ class JaxTrainStep:
         if updates:
             named += [(f"the new value of {self._names[id(leaf.param)]!r}", leaf.param) for leaf in bound.launch.leaves]
         else:
-            names = sorted(self._names[id(self.optimizer._trainable[i].param)] for i in self._candidate_positions)
+            names = sorted(self._names[id(self._access.trainable[i].param)] for i in self._candidate_positions)
             named += [(f"the gradient of {name!r}", memory.array) for name, memory in zip(names, bound.grad_accumulators, strict=True)]
         arrays = ((name, to_jax(x.detach(), copy=None) if isinstance(x, torch.Tensor) else x) for name, x in named)
         raise_if_not_finite(CLS_NAME, arrays, " Nothing was updated.")
@@ -308,7 +346,7 @@ class JaxTrainStep:
         """Count the call, after its results are in memory."""
         if updates:
             self._accumulated_calls, self._accumulated_names = 0, frozenset()
-            vars(self.optimizer)[OPT_CALLED] = True  # schedulers check this
+            self._access.record_update()
         else:
             self._accumulated_calls, self._accumulated_names = (
                 self._accumulated_calls + 1,
@@ -330,14 +368,13 @@ class JaxTrainStep:
 
     def _make_extra_args(self, extra_args: dict[str, PyTree]) -> ExtraArgs | None:
         """Return the extra arguments of the transformation, the loss among them; None if it takes none."""
-        optimizer = self.optimizer
-        if not any(rule.takes_extra_args for rule in optimizer._optimizer_specs.values()):
-            return optimizer._make_extra_args(extra_args) if extra_args else None
-        is_64bit = are_64bit(optimizer._records)
+        if not self._access.takes_extra_args:
+            return self._access.make_extra_args(extra_args) if extra_args else None
+        is_64bit = are_64bit(self._access.records)
         if self._loss_placeholder is None or (self._loss_placeholder.dtype == np.float64) is not is_64bit:
             with x64():
                 self._loss_placeholder = jax.numpy.zeros((), np.float64 if is_64bit else np.float32)
-        return optimizer._make_extra_args(
+        return self._access.make_extra_args(
             {"grad": ById(GRADS_PLACEHOLDER), "value": self._loss_placeholder, "value_fn": train_program.LOSS_OF_PARAMS} | extra_args
         )
 
@@ -345,21 +382,21 @@ class JaxTrainStep:
 
     def _refresh(self) -> None:
         """Read module and optimizer again after a change, and drop everything that was bound before."""
-        optimizer, self._launch_cache = self.optimizer, None  # None until the end, so that the call after an error reads everything again
+        access, self._launch_cache = self._access, None  # None until the end, so that the call after an error reads everything again
         check_readable(self.module)
         self._module_guard = watch = ModuleGuard(self.module)
-        self._device = check_same_params(watch, optimizer)
+        self._device = check_same_params(watch, access)
         self._float_dtype = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
-        if optimizer._move_out_of_buckets(optimizer._trainable):  # XLA copies a bucket's row before it reads it as a matrix
+        if access.move_out_of_buckets():
             watch.refresh()
-        elif any(_has_moved(leaf) for leaf in optimizer._trainable if leaf.param.requires_grad):
-            optimizer._rebuild_layout()
+        elif any(_has_moved(leaf) for leaf in access.trainable if leaf.param.requires_grad):
+            access.rebuild_layout()
             watch.refresh()
         check_module_storages(watch)
         self._names = {id(p): name for name, p in watch.params.items()}
-        self._candidate_positions = [i for i, leaf in enumerate(optimizer._trainable) if leaf.param.requires_grad]
+        self._candidate_positions = [i for i, leaf in enumerate(access.trainable) if leaf.param.requires_grad]
         self._bound_programs, self._loss_by_signature, self._with_grad_by_loss = {}, {}, {}
-        self._launch_cache = optimizer._launch_cache
+        self._launch_cache = access.launch_cache
 
     def _find_with_grad(self, forward: ModuleLossJaxpr, updates: bool) -> tuple[int, ...]:
         """Return the positions of the parameters that this call trains.
@@ -370,7 +407,7 @@ class JaxTrainStep:
         with_grad = self._with_grad_by_loss.get((forward, accumulated_names))
         if with_grad is not None:
             return with_grad
-        active, wanted = self.optimizer._trainable, forward.params_reached | accumulated_names
+        active, wanted = self._access.trainable, forward.params_reached | accumulated_names
         with_grad = self._with_grad_by_loss[forward, accumulated_names] = tuple(
             i for i in self._candidate_positions if self._names[id(active[i].param)] in wanted
         )
@@ -458,7 +495,7 @@ class JaxTrainStep:
 
     def _module_names_by_path(self) -> dict[str, str]:
         """Return the module's name of each parameter by the dotted path that the transformation sees."""
-        pairs = zip(self.optimizer._records, self.optimizer._hyperparam_table.all_paths, strict=True)
+        pairs = zip(self._access.records, self._access.all_paths, strict=True)
         return {".".join(path): self._names[id(leaf.param)] for leaf, path in pairs if id(leaf.param) in self._names}
 
     def _grad_accumulator(self, name: str) -> jax_buffers.JaxBuffer:
