@@ -11,7 +11,7 @@ from torch_api.options import Options
 pytestmark = pytest.mark.quick
 
 
-def test_signature_has_the_default_of_each_option():
+def test_signature_agrees_with_options():
     arguments = inspect.signature(torch_api.OptaxOptimizer).parameters
     assert {field.name: field.default for field in dataclasses.fields(Options)} == {
         field.name: arguments[field.name].default for field in dataclasses.fields(Options)

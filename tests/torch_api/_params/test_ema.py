@@ -31,6 +31,15 @@ def train(optimizer, params, steps, after=lambda: None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_average_is_taken_of_the_weights_after_each_step(make, dtype):
+    check_average(make, dtype)
+
+
+@pytest.mark.quick
+def test_average_of_a_half_type_is_float32_and_taken_of_the_rounded_weights():
+    check_average(MAKERS["adam"], torch.bfloat16)
+
+
+def check_average(make, dtype):
     params = random_params(dtype)
     optimizer = make(params, ema_decay=0.9)
     wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -50,6 +59,7 @@ def test_average_is_taken_of_the_weights_after_each_step(make, dtype):
         assert movement_error(kept, p, s) > 1e-2  # the average differs from the parameter
 
 
+@pytest.mark.quick
 def test_ema_params_swaps_in_place_and_restores_every_bit():
     params = random_params(torch.bfloat16)
     optimizer = torch_api.MaskedAdam([{"params": params[:4]}, {"params": params[4:], "trainable": False}], lr=1e-2, ema_decay=0.8)
