@@ -74,7 +74,7 @@ class InFlight(Generic[_L]):
           The buffers and their new arrays, each in one list, and the other results.
         """
         buffers = [*chain.from_iterable(parts)]
-        if pinned_buffers:
+        if pinned_buffers and not pinned_buffers.isdisjoint(buffers):
             release_pins(buffers)
         donated = copies_to_donate(buffers) if SAFE_MODE else list(map(_array, buffers))
         left = iter(donated)

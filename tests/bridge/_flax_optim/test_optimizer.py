@@ -888,7 +888,9 @@ print(json.dumps(out))
 @pytest.fixture(scope="module")
 def replicas():
     """Run the script on 8 simulated devices in its own process, because jax fixes their number when it starts; return its results."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # On a busy machine the eight threads of a collective may wait for each other for longer than XLA's 40 seconds.
+    more = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {more}"
     root = str(Path(__file__).parents[3])
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-W", "error", "-c", REPLICAS], capture_output=True, text=True, env=env, check=False)
