@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampling import sampled_tuples
 
 import torch_api
 
@@ -43,7 +44,7 @@ MADE_OVER = [(over_torchs_memory, second) for second in SECOND] + [
 ]
 
 
-@pytest.mark.parametrize(("make", "kind"), MADE_OVER)
+@pytest.mark.parametrize(("make", "kind"), sampled_tuples(MADE_OVER))
 def test_overlapping_parameters_raise_at_construction_and_later(make, kind):
     first, second = make(), SECOND[kind]
     twin, other, before = Parameter(second(first)), Parameter(torch.zeros(second(first).shape)), first.data_ptr()

@@ -12,6 +12,7 @@ import optax.contrib
 import pytest
 import torch
 from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_params, run_pair, same, set_grads
+from sampling import sampled
 
 import torch_api
 from bridge._ir.rounding import _stochastic_by_gap, random_bits, round_to_nearest, stochastic_round
@@ -248,7 +249,7 @@ TORCHS = (MAKERS["adam"], MAKERS["sgd"])
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("make", sampled(MAKERS.values(), MAKERS))
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_master_is_trained_in_float32_and_the_parameter_is_its_rounding(make, dtype):
     params = random_params(dtype, scale=1.0)

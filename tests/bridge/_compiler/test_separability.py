@@ -7,6 +7,7 @@ import optax
 import optax.contrib
 import pytest
 import torch
+from sampling import sampled
 
 import torch_api
 from bridge._compiler.hyperparams import TracedHyperparam
@@ -146,7 +147,7 @@ def test_leaf_names_may_decide_about_their_own_leaf():
 
 @pytest.mark.filterwarnings("ignore:.*with a learning rate of")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES))
 def test_transformation_matches_pure_jax(name):
     tx = CASES[name][0]()
     generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ import optax
 import pytest
 import torch
 from oracles import FUSES, clones, movement_error, random_grads, random_params, same, set_grads
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -28,7 +29,7 @@ def train(optimizer, params, steps, after=lambda: None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64, torch.bfloat16, torch.complex64]), ids=str)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_average_is_taken_of_the_weights_after_each_step(make, dtype):
     check_average(make, dtype)
