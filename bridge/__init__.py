@@ -30,7 +30,8 @@ from ._transforms.masking import (
     tree_map_params,
     with_extra_args_support,
 )
-from ._transforms.selectors import resolve_labels, resolve_mask
+from ._transforms.selectors import Selector, resolve_labels, resolve_mask
+from ._version import __version__ as __version__
 from ._xla import multi_output_fusion as _multi_output_fusion
 from .doctor import doctor
 
@@ -55,6 +56,7 @@ __all__ = [
     "PartitionState",
     "RMSProp",
     "ResolvedState",
+    "Selector",
     "StatefulSchedule",
     "WeightNorm",
     "compilations",
@@ -87,3 +89,7 @@ __all__ = [
 ]
 
 _multi_output_fusion.set_process_flag()  # before jax starts a client, which reads the flag
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__", "__version__"])

@@ -1,5 +1,7 @@
 """The torch side of maskbridge: `torch.optim.Optimizer` classes whose update runs in JAX and writes into the parameters in place."""
 
+from bridge._transforms.selectors import Selector
+from bridge._version import __version__ as __version__
 from bridge._warnings import CompilationWarning
 
 from ._step.recompile_reasons import CacheInfo
@@ -51,6 +53,7 @@ __all__ = [
     "MultiOptimizer",
     "OptaxOptimizer",
     "PartitionedOptimizer",
+    "Selector",
     "layer_decay",
     "load_optax_state",
     "muon_labels",
@@ -58,3 +61,7 @@ __all__ = [
     "no_decay_on_bias_and_norm",
     "to_optax_state",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__", "__version__"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import jax
 import optax
@@ -24,6 +24,7 @@ from ._params.swap import EVALUATION, write_values
 from ._rules.betas import expand_betas
 from ._rules.types import MutableParamGroup, ParamState, StateDict
 from .optimizer import OptaxOptimizer
+from .options import BetasArguments, OptaxArguments
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -45,7 +46,7 @@ class MaskedLion(OptaxOptimizer):
         b2: float = 0.99,
         mu_dtype: jax.typing.DTypeLike | None = None,
         weight_decay: float = 1e-3,
-        **engine: Any,
+        **engine: Unpack[BetasArguments],
     ) -> None:
         b1, b2 = _read_betas(MaskedLion, engine, b1, b2)
         super().__init__(params, optax.lion, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, **_without_none(mu_dtype=mu_dtype), **engine)
@@ -66,7 +67,7 @@ class MaskedLamb(OptaxOptimizer):
         eps: float = 1e-6,
         eps_root: float = 0.0,
         weight_decay: float = 0.0,
-        **engine: Any,
+        **engine: Unpack[BetasArguments],
     ) -> None:
         b1, b2 = _read_betas(MaskedLamb, engine, b1, b2)
         super().__init__(params, optax.lamb, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay, **engine)
@@ -91,7 +92,7 @@ class MaskedLars(OptaxOptimizer):
         trust_ratio_mask: PyTree | Callable[[PyTree], PyTree] = True,
         momentum: float = 0.9,
         nesterov: bool = False,
-        **engine: Any,
+        **engine: Unpack[OptaxArguments],
     ) -> None:
         masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
         numbers = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "eps": eps, "momentum": momentum}
@@ -114,7 +115,7 @@ class MaskedAdaBelief(OptaxOptimizer):
         eps_root: float = 1e-16,
         *,
         nesterov: bool = False,
-        **engine: Any,
+        **engine: Unpack[BetasArguments],
     ) -> None:
         b1, b2 = _read_betas(MaskedAdaBelief, engine, b1, b2)
         super().__init__(params, optax.adabelief, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov, **engine)
@@ -133,7 +134,7 @@ class MaskedYogi(OptaxOptimizer):
         b1: float = 0.9,
         b2: float = 0.999,
         eps: float = 1e-3,
-        **engine: Any,
+        **engine: Unpack[BetasArguments],
     ) -> None:
         b1, b2 = _read_betas(MaskedYogi, engine, b1, b2)
         super().__init__(params, optax.yogi, lr=lr, b1=b1, b2=b2, eps=eps, **engine)
@@ -160,7 +161,7 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_lr_power: float = 2.0,
-        **engine: Any,
+        **engine: Unpack[BetasArguments],
     ) -> None:
         b1, b2 = _read_betas(MaskedScheduleFreeAdamW, engine, b1, b2)
         numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
@@ -253,7 +254,7 @@ def _eval_weight(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
     return (y - (1.0 - b1) * z) / b1
 
 
-def _read_betas(owner: type, engine: MutableParamGroup, *values: float) -> tuple[float, ...]:
+def _read_betas(owner: type[OptaxOptimizer], engine: BetasArguments, *values: float) -> tuple[float, ...]:
     """Return b1, b2 and so on of the keyword arguments. `betas` is removed from `engine`; `values` must be the defaults then."""
     if "betas" not in engine:
         return values

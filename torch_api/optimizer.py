@@ -52,7 +52,7 @@ from ._params.swap import ParameterSwap
 from ._rules import betas, validators
 from ._rules.from_optax import as_optimizer_spec, is_lr_explicit, lr_scales_update, trailing_factor
 from ._rules.optimizer_spec import OptimizerSpec
-from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, StateDict
+from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, StateDict, Transformation
 from ._step import grad_scaler, hooks
 from ._step.bound_executable import BoundExecutable, restore_values
 from ._step.closure import Closure
@@ -64,7 +64,7 @@ from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
 from ._step.state_watch import StateAccess
 from ._step.transaction import StepTransaction
 from .optimizer_base import SelectorOptimizer, devices_of
-from .options import Options, ValidatedAttribute
+from .options import Options, ValidatedAttribute, Writeback, show_shared_arguments
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -120,6 +120,12 @@ class OptaxOptimizer(SelectorOptimizer):
     _temporary_hyper_params: Callable[..., AbstractContextManager[None]] | None = (
         None  # sets `hyper_params` for one step, in classes that have them
     )
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__init__" in cls.__dict__:
+            show_shared_arguments(cls.__dict__["__init__"])
+
     max_grad_norm: Any = ValidatedAttribute()
     ema_decay: Any = ValidatedAttribute()
     # The attributes that copies and pickles have in addition to torch's.
@@ -128,13 +134,13 @@ class OptaxOptimizer(SelectorOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        tx: object,
+        tx: Transformation | OptimizerSpec,
         *,
         mask: Selector = None,
         decay_mask: Selector = None,
-        lr_scale: Selector = None,
+        lr_scale: Selector | float = None,
         max_grad_norm: float | None = Options.max_grad_norm,
-        writeback: str = Options.writeback,
+        writeback: Writeback = Options.writeback,
         state_dtype: torch.dtype | None = Options.state_dtype,
         master_weights: bool = Options.master_weights,
         stochastic_rounding: bool = Options.stochastic_rounding,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -13,11 +15,56 @@ import torch
 from bridge._compiler import spec
 from bridge._compiler.spec import StateField
 from bridge._interop.dtypes import numpy_dtype
+from bridge._transforms.selectors import Selector
 
 from ._params.param_groups import check_keywords
 from ._params.record import ParamRecord
 from ._rules.types import Hyperparams
 from ._rules.validators import is_number
+
+Writeback: TypeAlias = Literal["inplace", "copy"]
+
+
+class OptionArguments(TypedDict, total=False):
+    """The keyword arguments of every optimizer apart from selectors and hyperparameters. `OptaxOptimizer` explains them."""
+
+    max_grad_norm: float | None
+    writeback: Writeback
+    state_dtype: torch.dtype | None
+    master_weights: bool
+    stochastic_rounding: bool
+    rounding_seed: int
+    ema_decay: float | None
+
+
+class PairsArguments(OptionArguments, total=False):
+    """The keyword arguments of `MultiOptimizer`, whose pairs select the parameters."""
+
+    decay_mask: Selector
+    lr_scale: Selector | float
+
+
+class SharedArguments(OptionArguments, total=False):
+    """The keyword arguments that every class for one transformation shares. `OptaxOptimizer` explains them."""
+
+    mask: Selector
+    decay_mask: Selector
+    lr_scale: Selector | float
+
+
+class OptaxArguments(SharedArguments, total=False):
+    """The shared keyword arguments of the classes for optax's optimizers, which also take the switches of torch.optim."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+class BetasArguments(OptaxArguments, total=False):
+    """`OptaxArguments` of a class that has `b1`, `b2` and so on: `betas` may replace them."""
+
+    betas: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +72,7 @@ class Options:
     """The keyword arguments of every optimizer, with their defaults. The docstring of `OptaxOptimizer` explains them."""
 
     max_grad_norm: float | None = None
-    writeback: str = "inplace"
+    writeback: Writeback = "inplace"
     state_dtype: torch.dtype | None = None
     master_weights: bool = False
     stochastic_rounding: bool = False
@@ -78,6 +125,32 @@ def _check_option(cls_name: str, name: str, value: object) -> None:
     fits, expected = _CHECKS[name]
     if not fits(value):
         raise ValueError(f"{cls_name}: {name} is {value!r}; expected {expected}.")
+
+
+_ARGUMENT_CLASSES = {each.__name__: each for each in (OptionArguments, PairsArguments, SharedArguments, OptaxArguments, BetasArguments)}
+_SWITCHES = {"capturable": False, "differentiable": False}
+
+
+def show_shared_arguments(init: Callable[..., None]) -> None:
+    """Give a constructor that ends in `**engine: Unpack[SharedArguments]`, or the like, a signature that names each of these arguments.
+
+    `inspect.signature`, `help` and notebooks then show them. Type checkers read the annotation itself.
+    """
+    *own, last = inspect.signature(init).parameters.values()
+    found = re.fullmatch(r"Unpack\[(\w+)\]", str(last.annotation))
+    if found is None or found[1] not in _ARGUMENT_CLASSES:
+        return
+    present = {parameter.name for parameter in own}
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=kind.__forward_arg__)
+        for name, kind in _ARGUMENT_CLASSES[found[1]].__annotations__.items()
+        if name not in present
+    ]
+    init.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _default_of(name: str) -> object:
+    return getattr(Options, name, _SWITCHES.get(name))
 
 
 OPTION_NAMES = frozenset(field.name for field in fields(Options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, Unpack
 
 import numpy as np
 import optax
@@ -25,6 +25,7 @@ from ._rules.from_optax import as_optimizer_spec, is_lr_explicit
 from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup
 from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
+from .options import OptionArguments, PairsArguments
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -78,8 +79,8 @@ class PartitionedOptimizer(OptaxOptimizer):
         *,
         mask: Selector = None,
         decay_mask: Selector = None,
-        lr_scale: Selector = None,
-        **engine: Any,
+        lr_scale: Selector | float = None,
+        **engine: Unpack[OptionArguments],
     ) -> None:
         cls_name = type(self).__name__
         if not isinstance(transforms, Mapping) or not transforms:
@@ -220,7 +221,7 @@ class MultiOptimizer(PartitionedOptimizer):
 
     _no_label_message = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
 
-    def __init__(self, params: ParamsT, *pairs: tuple[Selector, object], **engine: Any) -> None:
+    def __init__(self, params: ParamsT, *pairs: tuple[Selector, object], **engine: Unpack[PairsArguments]) -> None:
         cls_name = type(self).__name__
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError(f"{cls_name}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")

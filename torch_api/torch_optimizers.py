@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -11,6 +11,7 @@ from bridge import matrix_rules
 from ._rules import torch_rules
 from ._rules.types import StateDict
 from .optimizer import OptaxOptimizer
+from .options import SharedArguments
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -37,7 +38,7 @@ class MaskedAdam(OptaxOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         torch_options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
@@ -64,7 +65,7 @@ class MaskedAdamW(MaskedAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         torch_options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(
@@ -96,7 +97,7 @@ class MaskedSGD(OptaxOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         torch_options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         equation = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
@@ -122,7 +123,7 @@ class MaskedRMSprop(OptaxOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "centered": centered}
         switches = {"maximize": maximize}
@@ -152,7 +153,7 @@ class MaskedAdagrad(OptaxOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "initial_accumulator_value": initial_accumulator_value}
         switches = {"eps": eps, "maximize": maximize}
@@ -188,7 +189,7 @@ class MaskedAdadelta(OptaxOptimizer):
         capturable: bool = False,
         maximize: bool = False,
         differentiable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
@@ -213,7 +214,7 @@ class MaskedAdamax(OptaxOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         capturable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "differentiable": differentiable, "capturable": capturable}
@@ -240,7 +241,7 @@ class MaskedNAdam(OptaxOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
         switches = {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
@@ -267,7 +268,7 @@ class MaskedRAdam(OptaxOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
         switches = {"maximize": maximize}
@@ -294,7 +295,7 @@ class MaskedRprop(OptaxOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "etas": etas, "step_sizes": step_sizes, "maximize": maximize}
         options = {"capturable": capturable, "foreach": foreach, "differentiable": differentiable}
@@ -319,7 +320,7 @@ class MaskedASGD(OptaxOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         capturable: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "differentiable": differentiable, "capturable": capturable}
@@ -346,7 +347,7 @@ class MaskedMuon(OptaxOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         switches = {"eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
@@ -372,7 +373,7 @@ class MaskedAdafactor(OptaxOptimizer):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
-        **engine: Any,
+        **engine: Unpack[SharedArguments],
     ) -> None:
         equation = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach}

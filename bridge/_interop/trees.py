@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -78,6 +78,10 @@ def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
             buffer.copy_(dlpack.to_torch(new[name].block_until_ready(), copy=None))
 
 
+@overload
+def to_jax(tree: torch.Tensor, copy: bool | None = False) -> jax.Array: ...
+@overload
+def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree: ...
 def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
     """View torch tensors as jax arrays, on the same device and over the same memory.
 
@@ -102,6 +106,10 @@ def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
     return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _expand_modules("to_jax", tree, torch.Tensor), copy)
 
 
+@overload
+def to_torch(tree: jax.Array, copy: bool | None = False) -> torch.Tensor: ...
+@overload
+def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree: ...
 def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
     """View jax arrays as torch tensors, on the same device and over the same memory.
 

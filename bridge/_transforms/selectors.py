@@ -20,7 +20,22 @@ from bridge._interop.tensor_storage import why_unreadable
 from bridge._ir.types import PyTree
 from bridge._names import did_you_mean, nest, path_name, without_wrappers
 
-Selector: TypeAlias = Any  # any form of the README's "Selectors"
+# Any form of the README's "Selectors". Pytrees of other classes than dicts, lists and tuples are allowed too; they have no type here.
+Selector: TypeAlias = (
+    bool
+    | np.bool_
+    | str
+    | re.Pattern[str]
+    | torch.nn.Module
+    | torch.Tensor
+    | np.ndarray
+    | jax.Array
+    | Mapping[Any, Any]
+    | Iterable[Any]
+    | Callable[..., Any]
+    | None
+)
+UncheckedSelector: TypeAlias = Any  # what a user gave as a `Selector`, before its form is known
 SelectorKind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
 
@@ -61,7 +76,7 @@ _UNMATCHED = _Unmatched()
 _PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
-def resolve_selector(spec: Selector, leaves: NamedLeaves, kind: SelectorKind = "mask", title: str | None = None) -> list[Decision]:
+def resolve_selector(spec: UncheckedSelector, leaves: NamedLeaves, kind: SelectorKind = "mask", title: str | None = None) -> list[Decision]:
     """Resolve a selector on the host, once, to one `Decision` for each leaf after the first `resolved_count`.
 
     Args:
@@ -83,7 +98,7 @@ def resolve_selector(spec: Selector, leaves: NamedLeaves, kind: SelectorKind = "
     return [_validate(decision, name, param, kind, title) for decision, name, param in new]
 
 
-def snapshot_selector(spec: Selector) -> Selector:
+def snapshot_selector(spec: UncheckedSelector) -> UncheckedSelector:
     """Copy a selector so that it can be resolved again: later changes of its dicts and lists have no effect, and iterators become lists."""
     if type(spec) is dict:
         return {key: snapshot_selector(value) for key, value in spec.items()}
@@ -92,7 +107,7 @@ def snapshot_selector(spec: Selector) -> Selector:
     return list(spec) if isinstance(spec, Iterator) else spec
 
 
-def reads_names(spec: Selector) -> bool:
+def reads_names(spec: UncheckedSelector) -> bool:
     """Return whether a selector may depend on names. Values for all leaves, modules and parameters do not."""
     if type(spec) in (list, tuple, set):
         pairs = all(isinstance(item, tuple) and len(item) == 2 for item in spec)
@@ -147,7 +162,7 @@ def _validate_elements(value: Any, rule: str, name: str, shape: tuple[int, ...])
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array, rule)
 
 
-def _resolve(spec: Selector, leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
+def _resolve(spec: UncheckedSelector, leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
     """Resolve a selector by its form. The order of the checks matters: an Equinox module is both a callable and a pytree."""
     if spec is None:
         value = True if kind in ("mask", "decay_mask") else _UNMATCHED
@@ -241,7 +256,7 @@ def _by_sequence(spec: Iterable[Any], leaves: NamedLeaves, kind: SelectorKind, w
     )
 
 
-def _first_match(pairs: Sequence[tuple[Selector, object]], leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
+def _first_match(pairs: Sequence[tuple[UncheckedSelector, object]], leaves: NamedLeaves, kind: SelectorKind, where: str) -> list[Decision]:
     decided = [Decision(_UNMATCHED, f"no rule of {where}")] * len(leaves.names)
     for position, (selector, value) in enumerate(pairs):
         rule = f"{where}[{position}]"
@@ -434,7 +449,7 @@ def _format_pattern(pattern: str | re.Pattern[str]) -> str:
     return repr(pattern) if isinstance(pattern, str) else f"re {pattern.pattern!r}"
 
 
-def resolve_mask(spec: Selector, params: PyTree) -> PyTree:
+def resolve_mask(spec: UncheckedSelector, params: PyTree) -> PyTree:
     """Resolve a mask selector to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
 
     Args:
@@ -452,7 +467,7 @@ def resolve_mask(spec: Selector, params: PyTree) -> PyTree:
     return _resolve_tree(spec, params, "mask")
 
 
-def resolve_labels(spec: Selector, params: PyTree) -> PyTree:
+def resolve_labels(spec: UncheckedSelector, params: PyTree) -> PyTree:
     """Resolve a label selector to a pytree of labels.
 
     Args:
@@ -468,7 +483,7 @@ def resolve_labels(spec: Selector, params: PyTree) -> PyTree:
     return _resolve_tree(spec, params, "labels")
 
 
-def _resolve_tree(spec: Selector, params: PyTree, kind: SelectorKind) -> PyTree:
+def _resolve_tree(spec: UncheckedSelector, params: PyTree, kind: SelectorKind) -> PyTree:
     if isinstance(params, torch.nn.Module):
         named = dict(params.named_parameters())
         leaves = NamedLeaves(list(named), list(named.values()), lambda: nest(named.items()))

@@ -11,6 +11,7 @@ import optax.contrib
 import pytest
 import torch
 from oracles import CLOSE, movement_error
+from signatures import SWITCHES, own_parameters
 
 import bridge
 import torch_api
@@ -160,7 +161,7 @@ def recorded(monkeypatch, name, *args, **options):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_each_argument_reaches_optax_under_its_name(name, monkeypatch):
-    names = [n for n in inspect.signature(getattr(torch_api, f"Masked{name}")).parameters if n not in ("params", "engine")]
+    names = list(own_parameters(getattr(torch_api, f"Masked{name}"), without=("params", "betas", *SWITCHES)))
     values = {n: 0.5 + 0.01 * i for i, n in enumerate(names)}
     assert recorded(monkeypatch, name, **values) == (CASES[name][0], values)
     betas = {n: value for n, value in values.items() if n in ("b1", "b2", "b3")}
@@ -174,8 +175,8 @@ def test_each_argument_reaches_optax_under_its_name(name, monkeypatch):
 def test_arguments_are_those_of_optax():
     for name, (function, _) in CASES.items():
         theirs = {n: p.default for n, p in inspect.signature(function).parameters.items() if n not in ("mask", "state_dtype")}
-        ours = {n: p.default for n, p in inspect.signature(getattr(torch_api, f"Masked{name}")).parameters.items() if n != "params"}
-        assert ours.pop("engine") is inspect.Parameter.empty
+        ours = own_parameters(getattr(torch_api, f"Masked{name}"), without=("params", "betas", *SWITCHES))
+        ours = {n: p.default for n, p in ours.items()}
         ours = {"learning_rate" if n == "lr" else n: default for n, default in ours.items()}
         assert list(ours.items()) == list(theirs.items()), name
 

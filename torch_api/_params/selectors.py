@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from bridge._transforms import selectors
-from bridge._transforms.selectors import Selector
+from bridge._transforms.selectors import UncheckedSelector
 from torch_api._rules.decay_masks import refuse_decay_mask
 
 _Result = TypeVar("_Result")
@@ -31,11 +31,11 @@ class Selectors:
     group is added to the unpickled optimizer.
     """
 
-    def __init__(self, cls_name: str, specs: Mapping[str, Selector]) -> None:
+    def __init__(self, cls_name: str, specs: Mapping[str, UncheckedSelector]) -> None:
         refuse_decay_mask(cls_name, specs.get("mask"))
         self._owner, self._specs = cls_name, {name: selectors.snapshot_selector(spec) for name, spec in specs.items()}
 
-    def __getitem__(self, name: str) -> Selector:
+    def __getitem__(self, name: str) -> UncheckedSelector:
         return self._specs[name]
 
     def resolve(self, name: selectors.SelectorKind, leaves: selectors.NamedLeaves) -> list[selectors.Decision]:
@@ -46,7 +46,7 @@ class Selectors:
         self,
         name: selectors.SelectorKind,
         leaves: selectors.NamedLeaves,
-        resolve: Callable[[Selector, selectors.NamedLeaves, selectors.SelectorKind], _Result],
+        resolve: Callable[[UncheckedSelector, selectors.NamedLeaves, selectors.SelectorKind], _Result],
     ) -> _Result:
         """Return `resolve(spec, leaves, name)` for one selector, with an explanation in its errors."""
         spec = self._specs[name]
@@ -98,7 +98,7 @@ class _Pickler(pickle.Pickler):
         return "tensor" if isinstance(obj, torch.Tensor) else None
 
 
-def _with_copies(spec: Selector, memo: Mapping[int, object]) -> Selector:
+def _with_copies(spec: UncheckedSelector, memo: Mapping[int, object]) -> UncheckedSelector:
     """Return the spec with modules and parameters replaced by their copies in the memo of a `copy.deepcopy`."""
     if isinstance(spec, torch.nn.Module | torch.Tensor):
         return memo.get(id(spec), spec)
@@ -111,7 +111,7 @@ def _with_copies(spec: Selector, memo: Mapping[int, object]) -> Selector:
     return spec
 
 
-def _pickles(spec: Selector) -> bool:
+def _pickles(spec: UncheckedSelector) -> bool:
     try:
         _Pickler(io.BytesIO()).dump(spec)
     except Exception:  # noqa: BLE001 - classes may raise anything
@@ -119,6 +119,6 @@ def _pickles(spec: Selector) -> bool:
     return True
 
 
-def _description(spec: Selector) -> str:
+def _description(spec: UncheckedSelector) -> str:
     name = getattr(spec, "__qualname__", None)
     return f"a {type(spec).__name__}" if name is None else repr(name)
