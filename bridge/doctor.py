@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ._compat.lookup import asks_for_safe_mode
 from ._process import was_forked
 from ._xla.multi_output_fusion import FUSION_FLAG, FUSION_VARIABLE
 from .environment import Environment, read_environment
@@ -228,7 +229,7 @@ def _alignment(facts: Environment) -> Iterator[Finding]:
 
 
 def _fast_paths(facts: Environment) -> Iterator[Finding]:
-    if facts.env.get("MASKBRIDGE_SAFE", "0") not in ("", "0"):
+    if asks_for_safe_mode(facts.env):
         text = "MASKBRIDGE_SAFE is set: optimizers use no private names, copy all arguments and results, and are several times slower"
         yield Finding("fast paths", NOTE, text, "unset it before Python starts")
         return

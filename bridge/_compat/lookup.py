@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+
+def asks_for_safe_mode(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment variables of a process ask for the safe mode."""
+    return environment.get("MASKBRIDGE_SAFE", "0") not in ("", "0")
+
+
 # Whether optimizers run without private names, without reading memory by address, and without donating what torch tensors alias.
-SAFE_MODE = os.environ.get("MASKBRIDGE_SAFE", "0") not in ("", "0")
+SAFE_MODE = asks_for_safe_mode(os.environ)
 NAMES: set[str] = set()  # the paths that were looked up
 
 

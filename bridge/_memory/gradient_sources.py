@@ -36,7 +36,7 @@ class GatheredGradients:
 
     positions: The position of each gradient among those of the step.
     buffer: The buffer.
-    views: The part of the buffer for each gradient, with the gradient's shape.
+    views: The part of the buffer for each gradient, with the gradient's shape; empty with a `cat_target`.
     cat_target: The buffer as `out` of one `torch.cat` of all gradients, which is faster than a copy for each; None if `torch.cat` cannot
       fill it.
     """

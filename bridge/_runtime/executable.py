@@ -135,7 +135,7 @@ class UpdateExecutable:
         far = sum(
             leaf.size * (leaf.rows or 1) * jnp.dtype(leaf.grad_dtype).itemsize for leaf in self.plan.leaves if self.plan.is_streamed(leaf)
         )
-        update = self._compile_for_counting() if self._addressed_row_bytes else self._available_update
+        update = self._compile_for_counting() if self.reads_grads_by_address else self._available_update
         return (
             bytes_accessed(update) - barrier_bytes(update) + (bytes_accessed(self.stats_executable) if self.stats_executable else 0.0) + far
         )

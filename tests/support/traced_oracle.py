@@ -37,3 +37,13 @@ def same(function, *inputs):
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
             assert (ours.shape, str(ours.dtype)) == (tuple(theirs.shape), str(theirs.dtype).removeprefix("torch."))
+
+
+def compare_on_integers(function):
+    """Compare values and dtype of a function of a 3 by 3 tensor of int64."""
+    x = torch.arange(-4, 5).reshape(3, 3)
+    with x64():
+        found = bridge.module_function(Applies(function))({}, bridge.to_jax(x))
+    expected = function(x)
+    assert bridge.to_torch(found).dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -63,8 +63,9 @@ class ProgramOperand:
         if plan.addresses_grads:
             rows, orders = [leaf.bucket_row or 0 for leaf in self.leaves], [leaf.dim_order for leaf in self.leaves]
             return [AddressedGradients(self.grad_positions, RowAddresses(len(self.rows), rows, first.dtype, orders, MAX_GATHERS))]
-        views = [bucket.grad_row(leaf) for leaf in self.leaves]
-        return [GatheredGradients(self.grad_positions, bucket.gathered_grads(first), views, bucket.cat_target(self.leaves))]
+        cat_target = bucket.cat_target(self.leaves)
+        views = [bucket.grad_row(leaf) for leaf in self.leaves] if cat_target is None else ()
+        return [GatheredGradients(self.grad_positions, bucket.gathered_grads(first), views, cat_target)]
 
 
 def _padded_gradient(leaf: ParamRecord, position: int, length: int) -> GatheredGradients:
@@ -128,7 +129,7 @@ class BoundExecutable:
         scalars: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in (x for leaf in own for x in leaf.scalar_state.values()):
             scalars.setdefault(tensor.dtype, []).append(tensor)
-        row_offsets, active_rows = self._rows()
+        (row_offsets, active_rows), mirrors = self._rows(), self._mirrors
         return launch.BoundArguments(
             inplace=[operand.leaves[0] for operand in self.operands if operand.leaves[0].jax_buffer is not None],
             params=[leaf.param for leaf in self.leaves if leaf.jax_buffer is not None or leaf.dtensor_layout is not None],
@@ -138,8 +139,8 @@ class BoundExecutable:
             copied_back_dim_order=copied_orders,
             copied_back_as_arguments=arguments_over(shapes, dtypes, copied_orders, self.device),
             gradients=self.gradients,
-            mirrored=[tensor for tensor, _ in self._mirrors],
-            mirrors=[view for _, view in self._mirrors],
+            mirrored=[tensor for tensor, _ in mirrors],
+            mirrors=[view for _, view in mirrors],
             masks=[mask_buffer(leaf.element_mask, leaf.dim_order) for leaf in own if leaf.element_mask is not None],
             row_offsets=row_offsets,
             active_rows=active_rows,
@@ -166,8 +167,8 @@ class BoundExecutable:
         """Bind to the new addresses after results moved."""
         for part in (*self.leaves, *self.shared):
             part.rebind()
-        if self._mirrors:  # earlier copies were read at the old addresses
-            foreach_copy_([tensor for tensor, _ in self._mirrors], [view for _, view in self._mirrors])
+        if mirrors := self._mirrors:  # earlier copies were read at the old addresses
+            foreach_copy_([tensor for tensor, _ in mirrors], [view for _, view in mirrors])
 
     def snapshot(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each tensor that the update may change, or that its failure may destroy, with a copy for `restore_values`."""

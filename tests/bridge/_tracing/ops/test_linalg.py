@@ -8,10 +8,9 @@ import pytest
 import torch
 from bad_inputs_modules import Applies
 from torch import nn
-from traced_oracle import compare
+from traced_oracle import compare, compare_on_integers
 
 import bridge
-from bridge._process import x64
 from bridge._tracing.ops import linalg
 
 
@@ -121,12 +120,7 @@ INTEGERS = {
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_and_dtypes_match_torch(name):
-    x = torch.arange(-4, 5).reshape(3, 3)
-    with x64():
-        found = bridge.module_function(Applies(INTEGERS[name]))({}, bridge.to_jax(x))
-    expected = INTEGERS[name](x)
-    assert bridge.to_torch(found).dtype == expected.dtype
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    compare_on_integers(INTEGERS[name])
 
 
 @pytest.mark.parametrize("center", [True, False])

@@ -6,10 +6,9 @@ import pytest
 import torch
 from bad_inputs_modules import Applies
 from oracles import jitted
-from traced_oracle import compare
+from traced_oracle import compare, compare_on_integers
 
 import bridge
-from bridge._process import x64
 
 pytestmark = pytest.mark.quick
 
@@ -43,12 +42,7 @@ INTEGERS = {
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_and_dtypes_match_torch(name):
-    x = torch.arange(-4, 5).reshape(3, 3)
-    with x64():
-        found = bridge.module_function(Applies(INTEGERS[name]))({}, bridge.to_jax(x))
-    expected = INTEGERS[name](x)
-    assert bridge.to_torch(found).dtype == expected.dtype
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    compare_on_integers(INTEGERS[name])
 
 
 def test_every_special_function_with_a_derivative_is_found():
