@@ -712,10 +712,15 @@ class OptaxOptimizer(SelectorOptimizer):
         """Return how many steps found their executables in the cache, and how many executables were used and compiled."""
         return self._used_executables.info
 
-    def report(self) -> report.Report:
-        """Return a report with one line for each parameter: text when printed, a table in a notebook, and `rows` for programs."""
+    def report(self, full: bool = False) -> report.Report:
+        """Return a report of how each parameter is treated: text when printed, a table in a notebook, and `rows` for programs.
+
+        Args:
+          full: show one line for each parameter. By default, above 40 parameters, a line stands for the parameters of a module that have
+            equal settings. `rows` has each parameter in both cases.
+        """
         made_by_tx = [i for i, group in enumerate(self.param_groups) if lr_scales_update(self._optimizer_spec_of(group))]
-        return report.Report(type(self).__name__, self._reconcile_records(), self.param_groups, self.state, made_by_tx)
+        return report.Report(type(self).__name__, self._reconcile_records(), self.param_groups, self.state, made_by_tx, full)
 
     def __str__(self) -> str:
         return str(self.report())

@@ -1,10 +1,13 @@
-"""The report of an optimizer: how it treats each parameter, as text, as HTML and as rows."""
+"""The report of an optimizer: how it treats each parameter, as text, as HTML and as rows.
+
+With many parameters the text has one line for each module, found by `group_rows`.
+"""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -12,13 +15,20 @@ from ._params.param_groups import lr_scale
 from ._params.record import ParamRecord
 from ._rules.types import ParamGroup, ParamState
 
+Row: TypeAlias = dict[str, Any]
+_NamedRows: TypeAlias = list[tuple[tuple[str, ...], Row]]
+
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
+GROUPED_COLUMNS = ("parameters", "count", "elements", *COLUMNS[2:])
+MAX_ROWS = 40  # a report of more parameters has one line for each module
+_DIGITS = "0123456789"
+_SETTINGS = ("dtype", "label", "status", "lr", "decay", "write-back")  # parameters of one line have these in common
 
 
 class Report:
-    """A table with one line for each parameter.
+    """A table with one line for each parameter, or, above 40 parameters, one line for each module and setting.
 
-    `rows` holds the same as dicts, with numbers as numbers. `note` says what to know about the lr, if anything.
+    `rows` has a dict for each parameter in any case, with numbers as numbers. `note` says what to know about the lr, if anything.
 
     Args:
       title: the name of the optimizer's class.
@@ -26,6 +36,7 @@ class Report:
       param_groups: the optimizer's groups.
       state: the optimizer's state.
       multiplied: the groups whose lr multiplies the update of a transformation, which may have a learning rate of its own.
+      full: whether the table has one line for each parameter, however many there are.
     """
 
     def __init__(
@@ -35,8 +46,9 @@ class Report:
         param_groups: Sequence[ParamGroup],
         state: Mapping[torch.Tensor, ParamState],
         multiplied: Sequence[int] = (),
+        full: bool = False,
     ) -> None:
-        self.title = title
+        self.title, self.full = title, full
         self.rows = [_row(leaf, param_groups[leaf.group_index], state.get(leaf.param, {})) for leaf in leaves]
         trained = {leaf.group_index for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"}
         numbers = [i for i in multiplied if i in trained]
@@ -51,21 +63,113 @@ class Report:
         return f"{self.title}: {counts}, {state:,} bytes of state"
 
     def __str__(self) -> str:
-        cells = [COLUMNS, *([_text(row[column]) for column in COLUMNS] for row in self.rows)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([self.summary, *lines, *([self.note] if self.note else [])])
+        return "\n".join([self.summary, *lines, *self._notes()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(_text(row[c]))}</td>" for c in COLUMNS) + "</tr>" for row in self.rows)
-        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
+        columns, *lines = self._cells()
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    @property
+    def _is_grouped(self) -> bool:
+        return len(self.rows) > MAX_ROWS and not self.full
+
+    def _cells(self) -> list[Sequence[str]]:
+        """Return the table as text, line by line, the names of the columns first."""
+        if not self._is_grouped:
+            return [COLUMNS, *([_text(row[column]) for column in COLUMNS] for row in self.rows)]
+        return [GROUPED_COLUMNS, *(_grouped_cells(name, rows) for name, rows in group_rows(self.rows))]
+
+    def _notes(self) -> list[str]:
+        grouped = "One line for each module and setting; report(full=True) has one for each parameter." if self._is_grouped else ""
+        return [note for note in (self.note, grouped) if note]
 
 
-def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> dict[str, Any]:
+def _grouped_cells(name: str, rows: Sequence[Row]) -> list[str]:
+    rules = list(dict.fromkeys(row["decided by"] for row in rows))
+    totals = {column: f"{sum(row[of] for row in rows):,}" for column, of in (("elements", "size"), ("state bytes", "state bytes"))}
+    rule = rules[0] if len(rules) == 1 else f"{rules[0]} and {len(rules) - 1} more"
+    line = rows[0] | totals | {"parameters": name, "count": len(rows), "decided by": rule}
+    return [_text(line[column]) for column in GROUPED_COLUMNS]
+
+
+def group_rows(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Return the rows by module and setting: a pattern of names, such as `layers.0-11.attn.*`, and the rows that the line stands for.
+
+    A module whose parameters have equal settings is one line. The outermost module, numbered modules, and modules that contain numbered
+    ones are divided in any case, and numbered modules with equal lines share these lines. While there are too many lines, the deepest
+    modules become one line for each of their settings.
+    """
+    named = [(tuple(str(row["parameter"]).split(".")), row) for row in rows]
+    lines: list[_Line] = []
+    for depth in range(max(len(parts) for parts, _ in named), -1, -1):
+        lines = _divide(named, depth, is_outermost=True)
+        if len(lines) <= MAX_ROWS:
+            break
+    return [(line.name, line.rows) for line in lines]
+
+
+class _Line(NamedTuple):
+    """One line of a grouped table: the rows of one module that have one setting. `name` is relative to the module that contains it."""
+
+    name: str
+    settings: tuple[object, ...]
+    rows: list[Row]
+
+
+def _divide(named: _NamedRows, depth: int, name: str = "", is_outermost: bool = False) -> list[_Line]:
+    """Return the lines of a module, given its rows with their names below it. Modules at `depth` are not divided."""
+    by_settings: dict[tuple[object, ...], _NamedRows] = {}
+    children: dict[str, _NamedRows] = {}
+    for parts, row in named:
+        by_settings.setdefault(tuple(row[column] for column in _SETTINGS), []).append((parts, row))
+        children.setdefault(".".join(parts[:1]), []).append((parts[1:], row))
+    modules = [name, *(part for parts, _ in named for part in parts[:-1])]  # a parameter's own last name is none
+    has_numbers = len(modules) > 1 and any(part[-1:].isdigit() for part in modules)
+    if depth == 0 or not any(children) or not (is_outermost or has_numbers or len(by_settings) > 1):
+        return [_Line(_below(own), settings, [row for _, row in own]) for settings, own in by_settings.items()]
+    alike: dict[tuple[object, ...], list[tuple[str, list[_Line]]]] = {}
+    for child, own in children.items():
+        lines = _divide(own, depth - 1, child, is_outermost and len(children) == 1)
+        stem = child.rstrip(_DIGITS)
+        alike.setdefault((child,) if stem == child else (stem, *(line[:2] for line in lines)), []).append((child, lines))
+    divided: list[_Line] = []
+    for members in alike.values():
+        shared = _shared_name([child for child, _ in members])
+        for same in zip(*(lines for _, lines in members), strict=True):
+            divided.append(same[0]._replace(name=f"{shared}.{same[0].name}".strip("."), rows=[row for line in same for row in line.rows]))
+    return divided
+
+
+def _below(named: _NamedRows) -> str:
+    names = {".".join(parts) for parts, _ in named}
+    return names.pop() if len(names) == 1 else "*"
+
+
+def _shared_name(names: Sequence[str]) -> str:
+    """Return one name for names that differ in their last number: `layers0`, `layers1`, `layers2`, `layers4` -> `layers0-2,4`."""
+    if len(names) == 1:
+        return names[0]
+    stem = names[0].rstrip(_DIGITS)
+    numbers = sorted((name[len(stem) :] for name in names), key=int)
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return stem + ",".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
+
+
+def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> Row:
     status, rule = "trained", leaf.decided_by
     if not leaf.trained:
         status = "frozen"
