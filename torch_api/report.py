@@ -15,8 +15,8 @@ from ._params.param_groups import lr_scale
 from ._params.record import ParamRecord
 from ._rules.types import ParamGroup, ParamState
 
-Row: TypeAlias = dict[str, Any]
-_NamedRows: TypeAlias = list[tuple[tuple[str, ...], Row]]
+ReportRow: TypeAlias = dict[str, Any]
+_NamedRows: TypeAlias = list[tuple[tuple[str, ...], ReportRow]]
 
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
 GROUPED_COLUMNS = ("parameters", "count", "elements", *COLUMNS[2:])
@@ -92,7 +92,7 @@ class Report:
         return [note for note in (self.note, grouped) if note]
 
 
-def _grouped_cells(name: str, rows: Sequence[Row]) -> list[str]:
+def _grouped_cells(name: str, rows: Sequence[ReportRow]) -> list[str]:
     rules = list(dict.fromkeys(row["decided by"] for row in rows))
     totals = {column: f"{sum(row[of] for row in rows):,}" for column, of in (("elements", "size"), ("state bytes", "state bytes"))}
     rule = rules[0] if len(rules) == 1 else f"{rules[0]} and {len(rules) - 1} more"
@@ -100,7 +100,7 @@ def _grouped_cells(name: str, rows: Sequence[Row]) -> list[str]:
     return [_text(line[column]) for column in GROUPED_COLUMNS]
 
 
-def group_rows(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def group_rows(rows: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
     """Return the rows by module and setting: a pattern of names, such as `layers.0-11.attn.*`, and the rows that the line stands for.
 
     A module whose parameters have equal settings is one line. The outermost module, numbered modules, and modules that contain numbered
@@ -121,7 +121,7 @@ class _Line(NamedTuple):
 
     name: str
     settings: tuple[object, ...]
-    rows: list[Row]
+    rows: list[ReportRow]
 
 
 def _divide(named: _NamedRows, depth: int, name: str = "", is_outermost: bool = False) -> list[_Line]:
@@ -169,7 +169,7 @@ def _shared_name(names: Sequence[str]) -> str:
     return stem + ",".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
-def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> Row:
+def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> ReportRow:
     status, rule = "trained", leaf.decided_by
     if not leaf.trained:
         status = "frozen"
