@@ -67,7 +67,7 @@ test-clients: $(CLIENTS)/.installed
 test-wheel: $(VENV)/.installed
 	rm -rf build dist .venv-wheel && $(BIN)/python -m pip wheel -q --no-deps -w dist .
 	$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c requirements/constraints.txt
-	cd dist && ../.venv-wheel/bin/python -c "import bridge, torch_api; print(torch_api.__file__)"
+	cd dist && ../.venv-wheel/bin/python -c "import maskbridge, bridge, torch_api; print(torch_api.__file__)"
 	mkdir -p dist/run && cp -r tests pyproject.toml dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
 		&& ../../.venv-wheel/bin/python -m pytest -q tests/torch_api/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/torch_api/test_state_dict.py
 

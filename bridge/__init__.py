@@ -1,5 +1,9 @@
 """The JAX side of maskbridge: update rules, masks, traced torch code, and conversion between torch and jax."""
 
+from ._own_packages import refuse_foreign as _refuse_foreign
+
+_refuse_foreign("torch_api")
+
 from . import matrix_rules, rules
 from ._autograd.jax_function import jax_function
 from ._compiler.update import traces

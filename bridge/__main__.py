@@ -12,9 +12,9 @@ from .doctor import doctor
 from .environment import read_environment
 
 
-def main() -> int:
-    """Print the report and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bridge", description="Report problems between torch and jax, each with its fix.")
+def main(command: str = "python -m bridge") -> int:
+    """Print the report and return its exit code. The command stands in the help text."""
+    parser = argparse.ArgumentParser(prog=command, description="Report problems between torch and jax, each with its fix.")
     parser.add_argument("--start", action="store_true", help="start jax to list its devices, even if jax then takes GPU memory")
     start = parser.parse_args().start or not read_environment().may_start_gpu  # without plugins jax can start only on the CPU
     report = doctor(start)

@@ -1,5 +1,9 @@
 """The torch side of maskbridge: `torch.optim.Optimizer` classes whose update runs in JAX and writes into the parameters in place."""
 
+from ._own_packages import refuse_foreign as _refuse_foreign
+
+_refuse_foreign("bridge")
+
 from bridge._transforms.selectors import Selector
 from bridge._version import __version__ as __version__
 from bridge._warnings import CompilationWarning

@@ -15,13 +15,21 @@ import pytest
 import bridge
 import bridge.matrix_rules
 import bridge.rules
+import maskbridge
 import torch_api
 
 pytestmark = pytest.mark.quick
 
 TESTS = Path(__file__).parents[1]
 CONTRACT = sorted((TESTS / "contract").rglob("*.py"))
-PUBLIC = {"bridge": bridge, "torch_api": torch_api, "bridge.rules": bridge.rules, "bridge.matrix_rules": bridge.matrix_rules}
+PUBLIC = {
+    "bridge": bridge,
+    "bridge.matrix_rules": bridge.matrix_rules,
+    "bridge.rules": bridge.rules,
+    "maskbridge": maskbridge,
+    "torch_api": torch_api,
+}
+DOTTED = re.compile(r"(bridge|maskbridge|torch_api)(\.\w+)+")
 # The only support file of contract tests that may read private modules: it counts bytes and executables with the thresholds of 2 cores.
 EXEMPT = TESTS / "support" / "cost_probe.py"
 
@@ -58,7 +66,7 @@ def imported(tree):
 
 
 def is_ours(dotted):
-    return dotted.split(".")[0] in ("bridge", "torch_api")
+    return dotted.split(".")[0] in ("bridge", "maskbridge", "torch_api")
 
 
 def dotted_name(node, bound):
@@ -97,7 +105,11 @@ def names_of_ours(tree):
         dotted = dotted_name(node, bound) if isinstance(node, ast.Attribute | ast.Call) else None
         if dotted:
             yield node.lineno, dotted
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"(bridge|torch_api)(\.\w+)+", node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"(bridge|maskbridge|torch_api)(\.\w+)+", node.value)
+        ):
             yield node.lineno, node.value
     for program in programs_in(tree):
         yield from names_of_ours(program)

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("bridge", "torch_api")
+PACKAGES = ("bridge", "maskbridge", "torch_api")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
@@ -95,7 +95,7 @@ def test_number_of_any_does_not_grow(part):
 
 def test_files_and_names_in_contributing_exist():
     spans = re.findall(r"`([^`\n]+)`", (ROOT / "CONTRIBUTING.md").read_text())
-    folders = ("benchmarks", "bridge", "docs", "examples", "tests", "torch_api")
+    folders = ("benchmarks", "bridge", "docs", "examples", "maskbridge", "tests", "torch_api")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".json", ".ipynb")]
     paths = [span for span in spans if re.fullmatch(r"[\w./]+", span) and span.split("/")[0] in folders and "/" in span]
     assert len(paths) > 50
@@ -131,6 +131,17 @@ def test_init_files_only_re_export():
             assert not path.parent.name.startswith("_") or isinstance(node, ast.Expr), f"{path} re-exports names that modules may have"
 
 
+def test_each_package_refuses_foreign_ones_by_the_same_file():
+    """None of them may import the check from a package that may be foreign."""
+    texts = {(ROOT / package / "_own_packages.py").read_text() for package in PACKAGES}
+    assert len(texts) == 1
+    for package in PACKAGES:
+        names = sorted({"bridge", "torch_api"} - {package})
+        called = f"_refuse_foreign({', '.join(map(repr, names))})".replace("'", '"')
+        code = (ROOT / package / "__init__.py").read_text()
+        assert 0 < code.index(called) < re.search(r"^from (?!\._own_packages)", code, re.MULTILINE).start()
+
+
 def test_import_is_silent_and_changes_nothing():
     code = """
 import os, warnings
@@ -140,7 +151,7 @@ before = dict(os.environ)
 options = jax._src.compiler.get_compile_options
 configured = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_platforms", "jax_default_device")}
 grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-import bridge, torch_api
+import bridge, maskbridge, torch_api
 from jax._src.xla_bridge import backends_are_initialized
 assert not backends_are_initialized(), "the import started a jax client"
 assert jax._src.compiler.get_compile_options is options
@@ -185,8 +196,7 @@ def test_only_one_package_takes_memory_by_address():
     takes = re.compile(r"\b(from_address|memmove|memset|frombuffer|__array_interface__|__cuda_array_interface__|unsafe_buffer_pointer)\b")
     found = {
         (path.relative_to(ROOT).as_posix(), name)
-        for package in ("bridge", "torch_api")
-        for path in (ROOT / package).rglob("*.py")
+        for path in FILES
         if path.parent.name != "_memory"
         for name in takes.findall(path.read_text())
     }

@@ -54,7 +54,7 @@ def retired(source):
     return sorted({(line, name) for name, line in definitions(ast.parse(source)) if name in RETIRED})
 
 
-@pytest.mark.parametrize("package", ["bridge", "torch_api"])
+@pytest.mark.parametrize("package", ["bridge", "maskbridge", "torch_api"])
 def test_no_definition_has_a_retired_name(package):
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import bridge
+import maskbridge
 import torch_api
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ import optax
 import torch
 
 import bridge
+import maskbridge
 import torch_api
 
 model = torch.nn.Linear(4, 2)
@@ -35,6 +37,7 @@ torch_api.MultiOptimizer(model.named_parameters(), ("*.bias", bridge.Momentum(le
 good.set_trainable("weight", False)
 bridge.to_jax(torch.ones(3)).block_until_ready()
 bridge.to_torch(bridge.to_jax(torch.ones(3))).numpy()
+maskbridge.MultiOptimizer(model.named_parameters(), ("*.bias", maskbridge.Momentum(learning_rate=0.1))).step()
 
 torch_api.MaskedAdamW(model.parameters(), max_grad_nrom=1.0)  # mistake
 torch_api.MaskedAdamW(model.parameters(), ema_decay="0.9")  # mistake
@@ -44,6 +47,8 @@ torch_api.OptaxOptimizer(model.parameters(), 3)  # mistake
 torch_api.MaskedSGD(model.parameters(), writeback="fast")  # mistake
 good.set_trainable("weight", "yes")  # mistake
 bridge.to_jax(torch.ones(3)).numpy()  # mistake
+maskbridge.MaskedAdamW(model.parameters(), max_grad_nrom=1.0)  # mistake
+maskbridge.to_jax(torch.ones(3)).numpy()  # mistake
 """
 MISTAKES = [number for number, line in enumerate(SCRIPT.split("\n"), 1) if line.endswith("# mistake")]
 CHECKERS = {
@@ -111,7 +116,7 @@ def test_class_of_a_user_keeps_its_own_signature():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("package", [bridge, torch_api])
+@pytest.mark.parametrize("package", [bridge, maskbridge, torch_api])
 def test_packages_have_a_version_and_list_public_names_only(package):
     assert package.__version__ == importlib.metadata.version("maskbridge")
     listed = [name for name in dir(package) if not re.fullmatch(r"__\w+__", name)]
@@ -124,7 +129,7 @@ def test_editable_install_is_visible_to_type_checkers(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT)], check=True)
-    (tmp_path / "user.py").write_text("import bridge\nimport torch_api\nimport no_such_package\n")
+    (tmp_path / "user.py").write_text("import bridge\nimport maskbridge\nimport torch_api\nimport no_such_package\n")
     command = [sys.executable, "-m", "pyright", "--pythonpath", str(python), "user.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     missing = re.findall(r'user\.py.*Import "(\w+)" could not be resolved', done.stdout)
