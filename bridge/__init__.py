@@ -4,7 +4,7 @@ from ._own_packages import refuse_foreign as _refuse_foreign
 
 _refuse_foreign("torch_api")
 
-from . import matrix_rules, rules
+from . import _logs, matrix_rules, rules
 from ._autograd.jax_function import jax_function
 from ._compiler.update import traces
 from ._flax_optim.definitions import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -92,6 +92,7 @@ __all__ = [
     "write_buffers",
 ]
 
+_logs.configure()
 _multi_output_fusion.set_process_flag()  # before jax starts a client, which reads the flag
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from . import _logs
 from ._compat.lookup import asks_for_safe_mode
 from ._process import was_forked
 from ._xla.multi_output_fusion import FUSION_FLAG, FUSION_VARIABLE
@@ -308,6 +309,17 @@ def _cache(facts: Environment) -> Iterator[Finding]:
         yield Finding("compilation cache", OK, str(facts.cache_dir))
 
 
+def _inspection(facts: Environment) -> Iterator[Finding]:
+    names, unknown = _logs.requested_logs(facts.env)
+    known = ",".join(_logs.NAMES)
+    if unknown:
+        text = f"{_logs.VARIABLE} names {', '.join(map(repr, unknown))}, which is no log"
+        yield Finding("logs", WARNING, text, f"{_logs.VARIABLE}={known}, or some of them")
+    else:
+        logs = f"{_logs.VARIABLE}={','.join(names)} is set" if names else f"{_logs.VARIABLE}={known} logs what is compiled, and why"
+        yield Finding("logs", OK, f"{logs}; optimizer.explain() prints what a step runs")
+
+
 _CHECKS: tuple[Callable[[Environment], Iterator[Finding]], ...] = (
-    _versions, _devices, _visible, _preallocation, _x64, _flags, _alignment, _fast_paths, _processes, _threads, _cache,
+    _versions, _devices, _visible, _preallocation, _x64, _flags, _alignment, _fast_paths, _processes, _threads, _cache, _inspection,
 )  # fmt: skip

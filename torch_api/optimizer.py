@@ -465,6 +465,7 @@ class OptaxOptimizer(SelectorOptimizer):
             on_device = self._prepare_launches(grad_set, hyperparams, transaction)
             if not on_device:
                 return False
+        self._launch_cache.last_grad_set = grad_set
         for launch in itertools.chain.from_iterable(on_device):
             transaction.snapshots += launch.snapshot() if launch.executable.has_callback else ()
         try:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from weakref import WeakValueDictionary
 
+from bridge import _logs
 from bridge._compiler.plan import UpdatePlan
 from bridge._xla.compile import LazyExecutable, submit
 
@@ -24,10 +25,14 @@ _LRU_SIZE = 128
 _programs_lock = threading.Lock()
 
 
-def get_executables(plans: Sequence[UpdatePlan]) -> list[UpdateExecutable]:
+def get_executables(plans: Sequence[UpdatePlan], cls_name: str = "update") -> list[UpdateExecutable]:
     """Return the executables of plans. Compile those that this process has not, several at once in a pool of threads.
 
     Plans with many classes of leaves compile longest, so they are traced first and compile while the others are traced.
+
+    Args:
+      plans: the plans.
+      cls_name: the class of the optimizer that needs them, for logs.
     """
     global _compilations
     with _programs_lock:
@@ -37,7 +42,7 @@ def get_executables(plans: Sequence[UpdatePlan]) -> list[UpdateExecutable]:
         compiling: dict[LazyExecutable, Future[None]] = {}
         try:
             for plan in missing:
-                program = new[plan] = UpdateExecutable(plan)
+                program = new[plan] = UpdateExecutable(plan, cls_name)
                 to_compile = [piece for piece in program.lazy_executables if piece.compiled is None and piece not in compiling]
                 if len(missing) == len(to_compile) == 1:
                     to_compile[0].compile()
@@ -49,6 +54,9 @@ def get_executables(plans: Sequence[UpdatePlan]) -> list[UpdateExecutable]:
             each.result()  # raises the error of a failed compilation
         for program in new.values():
             program.finish_compiling()
+            if _logs.is_on(_logs.HLO):
+                subject, count = _logs.subject(cls_name, program.plan.device), len(program.plan.leaves)
+                _logs.HLO.info("%s: optimized HLO of the update of %d leaves\n%s", subject, count, program.update.as_text())
         _compilations += len(new)
         _programs.update(new)
         by_plan |= new

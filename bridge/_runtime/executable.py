@@ -12,6 +12,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from bridge import _logs
 from bridge._compat.types import PyTreeDef
 from bridge._compiler import policy
 from bridge._compiler.plan import UpdatePlan, abstract_args
@@ -33,9 +34,13 @@ class UpdateExecutable:
     has_callback: the program calls Python while it runs (a line search, a debugging print), which may fail halfway.
     reads_grads_by_address: the program reads gradients at their own addresses, through the process-wide array.
     stats_executable: computes the statistics of the gradients before the update; None where no statistics are shared.
+
+    Args:
+      plan: the plan.
+      cls_name: the class of the optimizer that needs it first, for logs.
     """
 
-    def __init__(self, plan: UpdatePlan) -> None:
+    def __init__(self, plan: UpdatePlan, cls_name: str = "update") -> None:
         self.plan = plan
         self.stats_executable: jax.stages.Compiled | None = None
         self.has_callback = False
@@ -58,6 +63,9 @@ class UpdateExecutable:
             if not all(properties_of(traced.jaxpr).used_inputs[:donated]):
                 # jax drops an argument that is not read, such as state that is overwritten (optax.adafactor's). Its result would move.
                 traced = jitted(keep_unused=True).trace(*arguments)
+            if _logs.is_on(_logs.JAXPR):
+                subject = _logs.subject(cls_name, plan.device)
+                _logs.JAXPR.info("%s: jaxpr of the update of %d leaves\n%s", subject, len(plan.leaves), traced.jaxpr)
             properties = properties_of(traced.jaxpr)
             self.has_callback = properties.has_callback
             kept = keep_barriers(properties) if has_loops_by_dtype(plan) else {}

@@ -156,6 +156,13 @@ PROBLEMS = {
     "fork, and jax runs": (changed(ON_GPU, start_method="fork"), "processes", "note", "jax runs here", "forkserver"),
     "spinning threads": (changed(without=["OMP_WAIT_POLICY"]), "threads", "note", "spin", "GOMP_SPINCOUNT=10000"),
     "too many threads": (changed(torch_threads=16), "threads", "warning", "16 threads of torch on 8 cores", "set_num_threads"),
+    "no such log": (
+        changed(env={"MASKBRIDGE_LOGS": "plan,plam"}),
+        "logs",
+        "warning",
+        "names 'plam', which is no log",
+        "^MASKBRIDGE_LOGS=plan,jaxpr,hlo,recompiles,memory, or some of them$",
+    ),
     "no cache": (changed(cache_dir=None), "compilation cache", "note", "compiles anew", "JAX_COMPILATION_CACHE_DIR"),
     "cache not writable": (
         changed(cache_dir="/c", cache_writable=False),
@@ -200,8 +207,17 @@ def test_similar_but_correct_settings_give_no_findings():
         changed(env={"GOMP_SPINCOUNT": "0"}, without=["OMP_WAIT_POLICY"]),
         changed(env={"GOMP_SPINCOUNT": "10000"}, without=["OMP_WAIT_POLICY"]),
         changed(openmp_can_pause=True, without=["OMP_WAIT_POLICY"]),
+        changed(env={"MASKBRIDGE_LOGS": "plan, hlo"}),
     ):
         assert {row["level"] for row in diagnose(facts).rows} == {"ok"}, facts
+
+
+def test_logs_and_explain_are_named():
+    (row,) = [row for row in diagnose(HEALTHY).rows if row["check"] == "logs"]
+    assert "MASKBRIDGE_LOGS=plan,jaxpr,hlo,recompiles,memory logs what" in row["found"]
+    assert "optimizer.explain() prints" in row["found"]
+    (row,) = [row for row in diagnose(changed(env={"MASKBRIDGE_LOGS": "hlo"})).rows if row["check"] == "logs"]
+    assert "MASKBRIDGE_LOGS=hlo is set" in row["found"]
 
 
 def test_version_bounds_are_those_of_the_project():

@@ -81,6 +81,7 @@ class LaunchCache:
         self.has_new_state = False  # whether preparing the last set of gradients made state
         self.is_outdated = False  # whether the optimizer has a newer cache
         self.bound_by_grad_set: dict[GradSet, list[list[BoundExecutable]]] = {}
+        self.last_grad_set: GradSet | None = None  # that of the last step
         self._leaf_plans: dict[ParamRecord, update.LeafPlan] = {}
         self._interned_plans: dict[update.LeafPlan, update.LeafPlan] = {}
         self._executables: dict[_ExecutableKey, executable.UpdateExecutable] = {}
@@ -109,8 +110,9 @@ class LaunchCache:
 
     @property
     def last_used(self) -> list[BoundExecutable]:
-        """The bound executables of the set of gradients that was prepared last."""
-        return [launch for part in next(reversed(self.bound_by_grad_set.values()), []) for launch in part]
+        """The bound executables of the last step. None before the first step, and after a step whose results have moved."""
+        last = self.last_grad_set
+        return [] if last is None else [launch for part in self.bound_by_grad_set.get(last, ()) for launch in part]
 
     def leaves_of_sparse_buckets(self, with_grad: Iterable[int]) -> list[ParamRecord]:
         """Return the records in buckets whose rows without a gradient cost more than an own buffer for each other row.
@@ -198,7 +200,7 @@ class LaunchCache:
         leaf_plans = [(list(map(_name, operand.leaves)), operand.leaf_plan) for operand in operands]
         _, extra, has_loss_scale, finite_check_done = grad_set
         inputs = RecompileInputs(leaf_plans, self._max_grad_norm is not None, has_loss_scale, finite_check_done, extra)
-        self._cache.record_miss(inputs, self._cache.info.compilations - before)
+        self._cache.record_miss(inputs, self._cache.info.compilations - before, {operand.leaves[0].device for operand in operands})
         if self._cache.info.compilations > before or not self.bound_by_grad_set:
             allocation.release_freed_memory()
         return executables

@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
+from bridge import _logs
 from bridge._compiler import plan as update
 from bridge._compiler import policy
 from bridge._compiler.spec import ExtraArgsSpec
@@ -14,6 +17,7 @@ from bridge._warnings import CompilationWarning, stack_level
 
 # After this many sets of gradients with executables of their own, executables are chosen so that they serve any set.
 _MAX_SPECIFIC_SETS = 3
+FIRST_STEP = "it is the first step"
 
 
 class CacheInfo(NamedTuple):
@@ -28,6 +32,17 @@ class CacheInfo(NamedTuple):
     misses: int
     programs: int
     compilations: int
+
+
+class LastCompilation(NamedTuple):
+    """The last step that compiled.
+
+    step: its number among the steps that had gradients, from 1 on. programs: how many programs it compiled. reason: why.
+    """
+
+    step: int
+    programs: int
+    reason: str
 
 
 class RecompileInputs(NamedTuple):
@@ -51,6 +66,7 @@ class UsedExecutables:
         self.hits = self.misses = self._compilations = self._specific_sets = 0
         self._executables: set[executable.UpdateExecutable] = set()
         self._last_inputs: RecompileInputs | None = None
+        self.last_compilation: LastCompilation | None = None
 
     @property
     def info(self) -> CacheInfo:
@@ -64,21 +80,30 @@ class UsedExecutables:
     def get_executables(self, plans: Sequence[update.UpdatePlan]) -> list[executable.UpdateExecutable]:
         """Return the executables of these plans."""
         before = cache.compilations()
-        found = cache.get_executables(plans)
+        found = cache.get_executables(plans, self._cls_name)
         self._compilations += cache.compilations() - before
         self._specific_sets += any(_is_specific_to_one_set(p.plan) for p in set(found) - self._executables)
         self._executables.update(found)
         return found
 
-    def record_miss(self, inputs: RecompileInputs, compilation_count: int) -> None:
-        """Count a set of gradients that was new, and warn if a step after the first one had to compile."""
+    def record_miss(self, inputs: RecompileInputs, compilation_count: int, devices: Iterable[torch.device]) -> None:
+        """Count a set of gradients that was new, log what was compiled, and warn if a step after the first one had to compile."""
         last, self._last_inputs = self._last_inputs, inputs
         self.misses += 1
-        if compilation_count and last is not None:
+        if not compilation_count:
+            return
+        reason = FIRST_STEP if last is None else describe_reasons(last, inputs)
+        self.last_compilation = LastCompilation(self.hits + self.misses, compilation_count, reason)
+        log_compilation(f"{self._cls_name} on {', '.join(sorted(map(str, devices)))}", self.last_compilation)
+        if last is not None:
             what = "another program" if compilation_count == 1 else f"{compilation_count} more programs"
-            warnings.warn(
-                f"{self._cls_name}.step compiled {what}: {_describe_reasons(last, inputs)}", CompilationWarning, stacklevel=stack_level()
-            )
+            warnings.warn(f"{self._cls_name}.step compiled {what}: {reason}", CompilationWarning, stacklevel=stack_level())
+
+
+def log_compilation(subject: str, compilation: LastCompilation) -> None:
+    """Log why a step compiled. `subject`: the first words of the message."""
+    step, programs, reason = compilation
+    _logs.RECOMPILES.info("%s: step %d compiled %d program%s: %s", subject, step, programs, "" if programs == 1 else "s", reason)
 
 
 def _is_specific_to_one_set(plan: update.UpdatePlan) -> bool:
@@ -86,7 +111,8 @@ def _is_specific_to_one_set(plan: update.UpdatePlan) -> bool:
     return len(set(plan.leaves)) > 1 or len(plan.leaves) not in policy.CHUNKING.chunk_sizes
 
 
-def _describe_reasons(before: RecompileInputs, now: RecompileInputs) -> str:
+def describe_reasons(before: RecompileInputs, now: RecompileInputs) -> str:
+    """Return the differences between the inputs of two steps, as text."""
     causes = []
     if before.clip != now.clip:
         causes.append(f"max_grad_norm is {'set' if now.clip else 'None'} now")
