@@ -90,7 +90,18 @@ def check_nested_dict(tree: object, what: str, source_function: str) -> Mapping[
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return a dict from each further name of a tied parameter to its first name."""
+    """Return a dict from each further name of a tied parameter to its first name.
+
+    Args:
+      module: The module.
+
+    Example:
+      >>> import bridge, torch
+      >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)})
+      >>> model["head"].weight = model["embed"].weight
+      >>> bridge.tied_names(model)
+      {'head.weight': 'embed.weight'}
+    """
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

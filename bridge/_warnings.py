@@ -6,7 +6,13 @@ import sys
 
 
 class CompilationWarning(UserWarning):
-    """A step after the first compiled a program, or a function compiled one for each of many signatures. The text says why."""
+    """A step after the first compiled a program, or a function compiled one for each of many signatures. The text says why.
+
+    Example:
+      >>> import warnings, torch_api
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", torch_api.CompilationWarning)  # a late compilation raises inside of this block
+    """
 
 
 def stack_level() -> int:

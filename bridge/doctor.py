@@ -72,6 +72,12 @@ def doctor(start: bool = False) -> Report:
 
     Returns:
       A `Report`. It prints as text; `rows` has check, level, found and fix of each finding; `exit_code` is 1 if one is an error.
+
+    Example:
+      >>> import bridge
+      >>> report = bridge.doctor()
+      >>> sorted(report.rows[0])
+      ['check', 'fix', 'found', 'level']
     """
     return diagnose(read_environment(was_forked(), start))
 

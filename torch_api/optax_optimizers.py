@@ -33,9 +33,31 @@ _MODE_KEY = "train_mode"  # in a group, False between `eval` and `train`: the ke
 
 
 class MaskedLion(OptaxOptimizer):
-    """optax.lion with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.lion with masks: the same results in one compiled step, in place.
+
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: optax's `learning_rate`, a number. Schedule it by torch's schedulers.
+      b1: the share of the average, against that of the gradient, in the step.
+      b2: the decay rate of the average of the gradient.
+      mu_dtype: the dtype of the average; None: the parameter's.
+      weight_decay: the decoupled decay, which is multiplied by lr.
+      **engine: betas=(b1, b2) in place of b1 and b2; foreach, fused, capturable and differentiable of torch.optim; mask,
+        max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError: as `OptaxOptimizer`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lion; Chen et al., arXiv:2302.06675.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedLion([("w", w)], lr=0.1, weight_decay=0.0)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -53,9 +75,32 @@ class MaskedLion(OptaxOptimizer):
 
 
 class MaskedLamb(OptaxOptimizer):
-    """optax.lamb with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.lamb with masks: the same results in one compiled step, in place.
+
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: optax's `learning_rate`, a number. Schedule it by torch's schedulers.
+      b1: the decay rate of the average of the gradient.
+      b2: the decay rate of the average of the squared gradient.
+      eps: the number added to the denominator, outside of the root.
+      eps_root: the number added inside of the root.
+      weight_decay: the decay, part of the update whose norm gives the trust ratio.
+      **engine: betas=(b1, b2) in place of b1 and b2; foreach, fused, capturable and differentiable of torch.optim; mask,
+        max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError: as `OptaxOptimizer`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lamb; You et al., arXiv:1904.00962.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedLamb([("w", w)], lr=0.1)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -74,11 +119,32 @@ class MaskedLamb(OptaxOptimizer):
 
 
 class MaskedLars(OptaxOptimizer):
-    """optax.lars with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.lars with masks: the same results in one compiled step, in place.
 
-    `weight_decay_mask` and `trust_ratio_mask` are optax's: a bool, a pytree of bools or a function to one.
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: optax's `learning_rate`, a number. Schedule it by torch's schedulers.
+      weight_decay: an L2 penalty, part of the gradient whose norm gives the trust ratio.
+      weight_decay_mask: optax's: a bool, a pytree of bools, or a function to one: which parameters decay.
+      trust_coefficient: the factor of the trust ratio.
+      eps: the number added to the denominator of the trust ratio.
+      trust_ratio_mask: optax's: a bool, a pytree of bools, or a function to one: which updates are scaled by their trust ratio.
+      momentum: the factor of the momentum.
+      nesterov: whether to step along the update plus momentum times the new momentum.
+      **engine: foreach, fused, capturable and differentiable of torch.optim; mask, max_grad_norm and the other options of every
+        class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError: as `OptaxOptimizer`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lars; You et al., arXiv:1708.03888.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedLars(model.named_parameters(), lr=0.1, mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -100,9 +166,30 @@ class MaskedLars(OptaxOptimizer):
 
 
 class MaskedAdaBelief(OptaxOptimizer):
-    """optax.adabelief with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.adabelief with masks: the same results in one compiled step, in place.
+
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: optax's `learning_rate`, a number. Schedule it by torch's schedulers.
+      b1: the decay rate of the average of the gradient.
+      b2: the decay rate of the average of the squared difference between gradient and average.
+      eps: the number added to the denominator, outside of the root.
+      eps_root: the number added to the second average, inside of the root.
+      nesterov: whether to take the first average with Nesterov's momentum.
+      **engine: betas=(b1, b2) in place of b1 and b2; foreach, fused, capturable and differentiable of torch.optim; mask,
+        max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError: as `OptaxOptimizer`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.adabelief; Zhuang et al., arXiv:2010.07468.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedAdaBelief(model.named_parameters(), lr=0.1, mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -122,9 +209,28 @@ class MaskedAdaBelief(OptaxOptimizer):
 
 
 class MaskedYogi(OptaxOptimizer):
-    """optax.yogi with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.yogi with masks: the same results in one compiled step, in place.
+
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: optax's `learning_rate`, a number. Schedule it by torch's schedulers.
+      b1: the decay rate of the average of the gradient.
+      b2: the rate at which the second average follows the squared gradient, 1 - b2 in each step.
+      eps: the number added to the denominator, outside of the root.
+      **engine: betas=(b1, b2) in place of b1 and b2; foreach, fused, capturable and differentiable of torch.optim; mask,
+        max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError: as `OptaxOptimizer`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.yogi; Zaheer et al., NeurIPS 2018.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedYogi(model.named_parameters(), lr=0.1, mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -141,14 +247,39 @@ class MaskedYogi(OptaxOptimizer):
 
 
 class MaskedScheduleFreeAdamW(OptaxOptimizer):
-    """optax.contrib.schedule_free_adamw with masks: the same results, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.contrib.schedule_free_adamw with masks: the same results in one compiled step, in place.
 
     The parameters are the points at which gradients are taken. Evaluate and save a model inside `eval_params()`, or between
     `eval()` and `train()`, which trainers call. `state_dtype` is a torch.dtype for all state of the parameter's shape; optax's
     is for z alone.
 
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: optax's `learning_rate`, a number. Schedule it by torch's schedulers.
+      warmup_steps: the number of steps in which lr rises linearly from 0; None: no warmup.
+      b1: the share of the average x, against that of z, in the weights at which gradients are taken.
+      b2: the decay rate of the average of the squared gradient.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: the decoupled decay, which is multiplied by lr.
+      weight_lr_power: the weight of a step in the average is its greatest lr so far to this power.
+      **engine: betas=(b1, b2) in place of b1 and b2; foreach, fused, capturable and differentiable of torch.optim; mask,
+        max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError: as `OptaxOptimizer`.
+
     Source: https://optax.readthedocs.io/en/latest/api/contrib.html#optax.contrib.schedule_free_adamw; Defazio et al.,
     arXiv:2405.15682.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedScheduleFreeAdamW([("w", w)], lr=0.1)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> with opt.eval_params():
+      ...     print(w.data)
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(

@@ -95,6 +95,15 @@ def to_optax_state(
     Raises:
       ValueError: a field has no leaf in the state of `tx`, or a leaf has no field (the text names both); shapes differ; parameters
         with one common count were updated a different number of times; or the state is a DTensor.
+
+    Example:
+      >>> import optax, torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedAdam([("w", w)])
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> torch_api.to_optax_state(opt, optax.adam(1e-3))[0].mu["w"]
+      Array([0.1, 0.1], dtype=float32)
     """
     what = "to_optax_state"
     params = list_params(what, optimizer, module)
@@ -142,6 +151,17 @@ def load_optax_state(
     Raises:
       ValueError: a trained parameter has no array for a field; an array belongs to no parameter, or to a frozen one; shapes differ; a
         dtype would lose digits; or a leaf is a tracer, donated, or on several devices. Nothing is changed then.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, torch, torch_api
+      >>> tx = optax.adam(1e-3)
+      >>> params = {"w": jnp.ones(2)}
+      >>> _, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedAdam([("w", w)])
+      >>> torch_api.load_optax_state(opt, state)
+      >>> opt.state[w]["exp_avg"]
+      tensor([0.1000, 0.1000])
     """
     with optimizer._transaction() if isinstance(optimizer, OptaxOptimizer) else nullcontext():
         _load(optimizer, state, module, count)

@@ -115,6 +115,15 @@ class OptaxOptimizer(SelectorOptimizer):
     Raises:
       ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a selector
         that matches nothing, or an error of the transformation. Nothing has been changed then.
+
+    Example:
+      >>> import optax, torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.OptaxOptimizer(model.named_parameters(), optax.adamw, lr=0.1, mask="weight", max_grad_norm=1.0)
+      >>> model(torch.ones(1, 2)).sum().backward()
+      >>> opt.step()
+      >>> [(row["parameter"], row["status"]) for row in opt.report().rows]
+      [('weight', 'trained'), ('bias', 'frozen')]
     """
 
     _temporary_hyper_params: Callable[..., AbstractContextManager[None]] | None = (

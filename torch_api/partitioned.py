@@ -62,6 +62,16 @@ class PartitionedOptimizer(OptaxOptimizer):
     Raises:
       ValueError: a label has no transformation, a transformation has no parameter, or a trained parameter has no label. The text
         names it. (optax.partition accepts the second case.)
+
+    Example:
+      >>> import optax, torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> transforms = {"matrix": (optax.lion, {"lr": 0.1}), "rest": optax.sgd(0.01)}
+      >>> opt = torch_api.PartitionedOptimizer(model.named_parameters(), transforms, labels={"weight": "matrix", "bias": "rest"})
+      >>> model(torch.ones(1, 2)).sum().backward()
+      >>> opt.step()
+      >>> [(group["label"], group["lr"]) for group in opt.param_groups]
+      [('matrix', 0.1), ('rest', 1.0)]
     """
 
     _is_partitioned = True
@@ -210,13 +220,28 @@ class PartitionedOptimizer(OptaxOptimizer):
 class MultiOptimizer(PartitionedOptimizer):
     """flax.optim's MultiOptimizer for torch: `MultiOptimizer(params, (selector, definition), ...)`.
 
-    The selector of a pair selects the parameters that its definition updates: a `bridge.OptimizerDef`, an optax transformation,
-    or (function, hyperparameters). The label of the n-th pair is n. Parameters that no selector selects are frozen and have no
-    state. `step(hyper_params=[...])` sets other hyperparameters for one step: for each pair None, a dict, or an object with
-    attributes (such as a definition's `hyper_params`).
+    Args:
+      params: as in `OptaxOptimizer`.
+      *pairs: pairs of a selector and what updates the parameters that it selects: a `bridge.OptimizerDef`, an optax transformation, or
+        (function, hyperparameters). The label of the n-th pair is n.
+      **engine: as in `PartitionedOptimizer`, with decay_mask and lr_scale, and without mask.
+
+    Parameters that no selector selects are frozen and have no state. `step(hyper_params=[...])` sets other hyperparameters for one
+    step: for each pair None, a dict, or an object with attributes (such as a definition's `hyper_params`).
 
     Raises:
       ValueError: two selectors select one parameter, or a selector selects none. The text names it.
+      TypeError: there is no pair, or a pair is none.
+
+    Example:
+      >>> import bridge, torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> pairs = ("weight", bridge.Momentum(lr=0.1)), ("bias", bridge.Momentum(lr=0.01))
+      >>> opt = torch_api.MultiOptimizer(model.named_parameters(), *pairs)
+      >>> model(torch.ones(1, 2)).sum().backward()
+      >>> opt.step(hyper_params=[{"lr": 0.2}, None])
+      >>> [(group["label"], group["lr"]) for group in opt.param_groups]
+      [(0, 0.1), (1, 0.01)]
     """
 
     _no_label_message = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."

@@ -60,6 +60,17 @@ def no_decay_on_bias_and_norm(name: str, param: torch.Tensor) -> bool:
 
     The test is the number of dimensions (two or more decay), as in common GPT recipes. Names do not matter, so embeddings
     decay. `no_decay(module)` also looks at the modules.
+
+    Args:
+      name: the parameter's name, which is not read.
+      param: the parameter.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedAdamW(model.named_parameters(), weight_decay=0.1, decay_mask=torch_api.no_decay_on_bias_and_norm)
+      >>> [row["decay"] for row in opt.report().rows]
+      [0.1, 0.0]
     """
     return param.ndim >= 2
 
@@ -78,9 +89,18 @@ def no_decay(module: nn.Module) -> dict[str, bool]:
     [1] https://github.com/karpathy/minGPT/blob/37baab71b9abea1b76ab957409a1cc2fbfba8a26/mingpt/model.py#L215
     [2] https://github.com/huggingface/pytorch-image-models/blob/aa4b5850c1543fa488abf260f18390eda46cf85d/timm/optim/_param_groups.py#L17
 
+    Args:
+      module: any nn.Module.
+
     Raises:
       TypeError: module is no nn.Module.
       ValueError: the module has no parameters, or lazy ones that no forward pass has initialized.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+      >>> torch_api.no_decay(model)
+      {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
     """
     named = _named("no_decay", module)
     listed = _no_weight_decay_patterns(module)
@@ -119,6 +139,12 @@ def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:
     Raises:
       TypeError: module is no nn.Module, or decay is no number.
       ValueError: decay is out of range; or the module has no parameters, or lazy ones that no forward pass has initialized.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+      >>> torch_api.layer_decay(model, 0.5)
+      {'0.weight': 0.25, '0.bias': 0.25, '1.weight': 0.5, '1.bias': 0.5, '2.weight': 1.0, '2.bias': 1.0}
     """
     if not isinstance(decay, numbers.Real) or isinstance(decay, bool):
         raise TypeError(f"layer_decay: decay is {decay!r}; expected a number with 0 < decay <= 1, such as 0.75.")
@@ -148,9 +174,18 @@ def muon_labels(module: nn.Module) -> dict[str, str]:
     lr: `PartitionedOptimizer(model.named_parameters(), {"muon": ..., "adamw": ...}, labels=muon_labels(model))`.
     [1] https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/README.md#usage
 
+    Args:
+      module: any nn.Module.
+
     Raises:
       TypeError: module is no nn.Module.
       ValueError: the module has no parameters, or lazy ones that no forward pass has initialized.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+      >>> torch_api.muon_labels(model)
+      {'0.weight': 'muon', '0.bias': 'adamw', '1.weight': 'adamw', '1.bias': 'adamw'}
     """
     named = _named("muon_labels", module)
     tree = _tree(module, named)

@@ -18,9 +18,34 @@ if TYPE_CHECKING:
 
 
 class MaskedAdam(OptaxOptimizer):
-    """torch.optim.Adam with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adam with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adam.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      amsgrad: whether to divide by the maximum of all averages of the squared gradient so far.
+      foreach, capturable, differentiable, fused: torch's switches, which change no result. `differentiable=True` is an error. With
+        `fused=True`, GradScaler does not wait for the device.
+      maximize: whether to ascend: the gradient is negated.
+      decoupled_weight_decay: whether to decay as AdamW: p is multiplied by 1 - lr * weight_decay, and the gradient has no penalty.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Adam and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adam.html; Kingma and Ba, arXiv:1412.6980.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedAdam([("w", w)], lr=0.1, max_grad_norm=1.0)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -46,9 +71,33 @@ class MaskedAdam(OptaxOptimizer):
 
 
 class MaskedAdamW(MaskedAdam):
-    """torch.optim.AdamW with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.AdamW with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: the decoupled decay: p is multiplied by 1 - lr * weight_decay.
+      amsgrad: whether to divide by the maximum of all averages of the squared gradient so far.
+      maximize: whether to ascend: the gradient is negated.
+      foreach, capturable, differentiable, fused: torch's switches, which change no result. `differentiable=True` is an error. With
+        `fused=True`, GradScaler does not wait for the device.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.AdamW and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html; Loshchilov and Hutter, arXiv:1711.05101.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedAdamW([("w", w)], lr=0.1, weight_decay=0.5, decay_mask={"w": False})
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -79,9 +128,33 @@ class MaskedAdamW(MaskedAdam):
 
 
 class MaskedSGD(OptaxOptimizer):
-    """torch.optim.SGD with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.SGD with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.SGD.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      momentum: the factor of the momentum. 0 keeps no state.
+      dampening: the gradient enters the momentum with 1 - dampening, the first one with 1.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      nesterov: whether to step along the gradient plus momentum times the new momentum. It needs a momentum and no dampening.
+      maximize: whether to ascend: the gradient is negated.
+      foreach, differentiable, fused: torch's switches, which change no result. `differentiable=True` is an error. With
+        `fused=True`, GradScaler does not wait for the device.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.SGD and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedSGD([("w", w)], lr=0.1, momentum=0.9)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -105,9 +178,33 @@ class MaskedSGD(OptaxOptimizer):
 
 
 class MaskedRMSprop(OptaxOptimizer):
-    """torch.optim.RMSprop with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.RMSprop with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      alpha: the decay rate of the average of the squared gradient.
+      eps: the number added to the denominator, outside of the root (`optax.rmsprop` adds it inside).
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      momentum: the factor of the momentum of scaled gradients. 0 keeps none.
+      centered: whether to divide by an estimate of the gradient's variance, instead of by the mean of its square.
+      capturable, foreach, differentiable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.RMSprop and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.RMSprop.html.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedRMSprop([("w", w)], lr=0.01)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -132,12 +229,36 @@ class MaskedRMSprop(OptaxOptimizer):
 
 
 class MaskedAdagrad(OptaxOptimizer):
-    """torch.optim.Adagrad with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adagrad with masks: same arguments, results, errors and state_dict.
 
     Each trained parameter has its state from construction on, as in torch. Difference from torch: a group's own
     `initial_accumulator_value` takes effect.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adagrad.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      lr_decay: lr is divided by 1 + lr_decay * (steps before this one).
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      initial_accumulator_value: the initial sum of squared gradients.
+      eps: the number added to the denominator, outside of the root.
+      foreach, differentiable, fused: torch's switches, which change no result. `differentiable=True` is an error. With
+        `fused=True`, GradScaler does not wait for the device.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Adagrad and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adagrad.html; Duchi et al., JMLR 12 (2011).
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedAdagrad([("w", w)], lr=0.1)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> w.data
+      tensor([0.9000, 0.9000])
     """
 
     def __init__(
@@ -172,9 +293,29 @@ class MaskedAdagrad(OptaxOptimizer):
 
 
 class MaskedAdadelta(OptaxOptimizer):
-    """torch.optim.Adadelta with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adadelta with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adadelta.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the factor of the update.
+      rho: the decay rate of the averages of the squared gradient and of the squared update.
+      eps: the number added inside both roots.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      foreach, capturable, differentiable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Adadelta and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adadelta.html; Zeiler, arXiv:1212.5701.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedAdadelta(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -197,9 +338,29 @@ class MaskedAdadelta(OptaxOptimizer):
 
 
 class MaskedAdamax(OptaxOptimizer):
-    """torch.optim.Adamax with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adamax with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adamax.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      betas: the decay rates of the average of the gradient, and of the maximum of its absolute values.
+      eps: the number added to each absolute value before the maximum.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      foreach, differentiable, capturable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Adamax and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adamax.html; Kingma and Ba, arXiv:1412.6980.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedAdamax(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -222,9 +383,32 @@ class MaskedAdamax(OptaxOptimizer):
 
 
 class MaskedNAdam(OptaxOptimizer):
-    """torch.optim.NAdam with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.NAdam with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.NAdam.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      momentum_decay: the momentum of step t is betas[0] * (1 - 0.5 * 0.96 ** (t * momentum_decay)).
+      decoupled_weight_decay: whether to decay as AdamW: p is multiplied by 1 - lr * weight_decay, and the gradient has no penalty.
+      foreach, capturable, differentiable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.NAdam and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.NAdam.html; Dozat (2016),
+    https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedNAdam(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -250,9 +434,30 @@ class MaskedNAdam(OptaxOptimizer):
 
 
 class MaskedRAdam(OptaxOptimizer):
-    """torch.optim.RAdam with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.RAdam with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.RAdam.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      decoupled_weight_decay: whether to decay as AdamW: p is multiplied by 1 - lr * weight_decay, and the gradient has no penalty.
+      foreach, capturable, differentiable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.RAdam and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.RAdam.html; Liu et al., arXiv:1908.03265.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedRAdam(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -277,11 +482,28 @@ class MaskedRAdam(OptaxOptimizer):
 
 
 class MaskedRprop(OptaxOptimizer):
-    """torch.optim.Rprop with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Rprop with masks: same arguments, results, errors and state_dict.
 
-    `lr` is the initial step size.
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the initial step size of each element.
+      etas: the factors of an element's step size where the sign of the gradient has changed, and where it has not.
+      step_sizes: the least and the greatest step size.
+      capturable, foreach, differentiable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Rprop.html
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Rprop and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Rprop.html.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedRprop(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -303,9 +525,32 @@ class MaskedRprop(OptaxOptimizer):
 
 
 class MaskedASGD(OptaxOptimizer):
-    """torch.optim.ASGD with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.ASGD with masks: same arguments, results, errors and state_dict.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.ASGD.html
+    `state[p]["ax"]` has the average of the parameter.
+
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the initial learning rate.
+      lambd: the decay: p is multiplied by 1 - lambd * (the present learning rate).
+      alpha: lr is divided by (1 + lambd * lr * step) ** alpha.
+      t0: the step from which on the parameter is averaged.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      foreach, differentiable, capturable: torch's switches, which change no result. `differentiable=True` is an error.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.ASGD and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.ASGD.html; Polyak and Juditsky (1992).
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedASGD(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(
@@ -328,12 +573,38 @@ class MaskedASGD(OptaxOptimizer):
 
 
 class MaskedMuon(OptaxOptimizer):
-    """torch.optim.Muon with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Muon with masks: same arguments, results, errors and state_dict.
 
     It trains matrices only. Freeze other parameters by the mask, or train them by AdamW in a `PartitionedOptimizer` with
     `muon_labels`. Difference from torch, which has Muon from 2.9 on: frozen parameters need not be matrices.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Muon.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the learning rate.
+      weight_decay: the decoupled decay: p is multiplied by 1 - lr * weight_decay.
+      momentum: the decay rate of the average of the gradient.
+      nesterov: whether to step along the average of the gradient and the new momentum.
+      ns_coefficients: the coefficients a, b and c of the Newton-Schulz iteration.
+      eps: the least norm by which the matrix is divided before the iteration.
+      ns_steps: the number of iterations, below 100.
+      adjust_lr_fn: "original" or None multiplies lr by sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows,
+        columns)).
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Muon and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Muon.html; Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.eye(2, requires_grad=True)
+      >>> opt = torch_api.MaskedMuon([("w", w)], lr=0.1)
+      >>> w.sum().backward()
+      >>> opt.step()
+      >>> bool((w < torch.eye(2)).all())
+      True
     """
 
     def __init__(
@@ -355,11 +626,33 @@ class MaskedMuon(OptaxOptimizer):
 
 
 class MaskedAdafactor(OptaxOptimizer):
-    """torch.optim.Adafactor with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adafactor with masks: same arguments, results, errors and state_dict.
 
     The update is torch's, not that of optax.adafactor.
 
-    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
+    Args:
+      params: tensors, (name, tensor) pairs, or dict groups of either, as in torch.optim. Patterns in selectors need names.
+      lr: the greatest step relative to the parameter; step t uses min(lr, 1 / sqrt(t)).
+      beta2_decay: the averages of squared gradients decay by 1 - t ** beta2_decay at step t.
+      eps: the least squared gradient (None: the machine epsilon of the parameter's dtype), and the least root mean square of a
+        parameter.
+      d: the bound on the root mean square of the update.
+      weight_decay: the decoupled decay: p is multiplied by 1 - lr * weight_decay.
+      foreach: torch's switch, which changes no result.
+      maximize: whether to ascend: the gradient is negated.
+      **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as torch.optim.Adafactor and `OptaxOptimizer`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adafactor.html; Shazeer and Stern, arXiv:1804.04235.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedAdafactor(model.named_parameters(), mask="weight", max_grad_norm=1.0)
+      >>> [row["status"] for row in opt.report().rows]
+      ['trained', 'frozen']
     """
 
     def __init__(

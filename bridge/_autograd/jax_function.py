@@ -89,6 +89,14 @@ def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFu
       Exception: any error that `fn` raises.
 
     Sources: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html, https://docs.pytorch.org/docs/stable/notes/extending.func.html.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, torch
+      >>> norm = bridge.jax_function(lambda x, axis: jnp.sqrt((x**2).sum(axis)))
+      >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+      >>> norm(x, 0).backward()
+      >>> x.grad
+      tensor([0.6000, 0.8000])
     """
     return JaxFunction(fn, x64)
 

@@ -35,7 +35,14 @@ _Result: TypeAlias = tuple[Array, Sequence[Array]]  # the new parameter of a lea
 
 
 def traces() -> int:
-    """Return how often an update was traced in this process."""
+    """Return how often an update was traced in this process.
+
+    Example:
+      >>> import bridge
+      >>> before = bridge.traces()
+      >>> bridge.traces() - before
+      0
+    """
     return _traces
 
 

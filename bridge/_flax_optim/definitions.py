@@ -111,7 +111,23 @@ class GradientDescentHyperParams(HyperParams):
 
 
 class GradientDescent(OptaxDef):
-    """p - learning_rate * g: `optax.sgd`. Does not differ from flax."""
+    """p - learning_rate * g: `optax.sgd`. Does not differ from flax.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> optimizer = bridge.GradientDescent(learning_rate=0.5).create({"w": jnp.ones(2)})
+      >>> optimizer.apply_gradient({"w": jnp.ones(2)}).target["w"].round(3)
+      Array([0.5, 0.5], dtype=float32)
+    """
 
     state_type = optax.EmptyState
 
@@ -139,6 +155,24 @@ class Momentum(OptaxDef):
     """m = beta * m + g + weight_decay * p; p - learning_rate * m: `optax.sgd` after `add_decayed_weights`. Does not differ from flax.
 
     With `nesterov`, beta * m plus the decayed gradient takes the place of m. The decay is an L2 penalty, as in torch.optim.SGD.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      beta: the factor of the momentum.
+      weight_decay: the L2 penalty: weight_decay * p is added to the gradient.
+      nesterov: a bool: whether to step along the gradient plus beta times the new momentum.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> optimizer = bridge.Momentum(learning_rate=0.5).create({"w": jnp.ones(2)})
+      >>> optimizer.apply_gradient({"w": jnp.ones(2)}).target["w"].round(3)
+      Array([0.5, 0.5], dtype=float32)
     """
 
     state_type, names = MomentumParamState, {"momentum": "trace"}
@@ -178,6 +212,25 @@ class Adam(OptaxDef):
     """Kingma and Ba, arXiv:1412.6980: `optax.adamw`. Does not differ from flax.
 
     `weight_decay` is decoupled: learning_rate * weight_decay * p is subtracted, as in torch.optim.AdamW and unlike torch.optim.Adam.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      beta1: the decay rate of the average of the gradient.
+      beta2: the decay rate of the average of the squared gradient.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: the decoupled decay.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> optimizer = bridge.Adam(learning_rate=0.5).create({"w": jnp.ones(2)})
+      >>> optimizer.apply_gradient({"w": jnp.ones(2)}).target["w"].round(3)
+      Array([0.5, 0.5], dtype=float32)
     """
 
     state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
@@ -213,6 +266,22 @@ class Adagrad(OptaxDef):
     """G = G + g**2; p - learning_rate * g / sqrt(G + eps**2): `optax.adagrad` with an initial accumulator of 0.
 
     Differs from flax, whose denominator is sqrt(G) + eps, by less than eps in the denominator: optax adds eps under the root.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      eps: the least denominator.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> optimizer = bridge.Adagrad(learning_rate=0.5).create({"w": jnp.ones(2)})
+      >>> optimizer.apply_gradient({"w": jnp.ones(2)}).target["w"].round(3)
+      Array([0.5, 0.5], dtype=float32)
     """
 
     state_type, names = AdagradParamState, {"G": "sum_of_squares"}
@@ -242,6 +311,24 @@ class RMSProp(OptaxDef):
     """v = beta2 * v + (1 - beta2) * g**2; p - learning_rate * g / (sqrt(v) + eps): `optax.rmsprop`. Does not differ from flax.
 
     With `centered`, the square of the average gradient is subtracted from v under the root.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      beta2: the decay rate of the average of the squared gradient.
+      eps: the number added to the denominator, outside of the root.
+      centered: a bool: whether to subtract the square of the average gradient.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> optimizer = bridge.RMSProp(learning_rate=0.25, beta2=0.75).create({"w": jnp.ones(2)})
+      >>> optimizer.apply_gradient({"w": jnp.ones(2)}).target["w"].round(3)
+      Array([0.5, 0.5], dtype=float32)
     """
 
     state_type, names = RMSPropParamState, {"v": "nu", "mg": "mu"}
@@ -275,6 +362,24 @@ class LAMB(OptaxDef):
     """You et al., arXiv:1904.00962: `optax.lamb`.
 
     Differs from flax for a parameter of norm 0: flax never moves it, and optax takes 1 as its trust ratio.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      beta1: the decay rate of the average of the gradient.
+      beta2: the decay rate of the average of the squared gradient.
+      weight_decay: the decay, part of the update whose norm gives the trust ratio.
+      eps: the number added to the denominator, outside of the root.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge
+      >>> bridge.LAMB(learning_rate=0.5, weight_decay=0.1)
+      LAMB(learning_rate=0.5, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-06)
     """
 
     state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
@@ -310,6 +415,25 @@ class LARS(OptaxDef):
     """You et al., arXiv:1708.03888: `optax.lars`.
 
     Differs from flax with weight decay: the trust ratio divides by |g + weight_decay * p|, in flax by |g| + weight_decay * |p|.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      beta: the factor of the momentum.
+      weight_decay: the L2 penalty, part of the gradient whose norm gives the trust ratio.
+      trust_coefficient: the factor of the trust ratio.
+      eps: the number added to the denominator of the trust ratio.
+      nesterov: a bool: whether to step along the update plus beta times the new momentum.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge
+      >>> bridge.LARS(learning_rate=0.5, weight_decay=0.1)
+      LARS(learning_rate=0.5, beta=0.9, weight_decay=0.1, trust_coefficient=0.001, eps=0.0, nesterov=False)
     """
 
     state_type, names = MomentumParamState, {"momentum": "trace"}
@@ -354,6 +478,31 @@ class Adafactor(OptaxDef):
 
     `beta1`, `clipping_threshold` and `weight_decay_rate` are None or a number. weight_decay_rate * p is subtracted at each step,
     without the learning rate. Differs from flax only for float64 parameters, whose state is float64.
+
+    Args:
+      learning_rate, lr: the learning rate, by either name; None if each `apply_gradient` gives it.
+      factored: whether a large matrix has row and column means as state, in place of all squares.
+      multiply_by_parameter_scale: whether the step is relative to the root mean square of the parameter.
+      beta1: the decay rate of an average of the update; None keeps none.
+      decay_rate: the averages of squared gradients decay by 1 - t ** -decay_rate at step t.
+      step_offset: the number of steps to add to t, for a second training.
+      clipping_threshold: the bound on the root mean square of the update; None for no bound.
+      weight_decay_rate: the decay per step; None for none.
+      min_dim_size_to_factor: the least size of both dimensions of a matrix that is factored.
+      epsilon1: the number added to the squared gradient.
+      epsilon2: the least root mean square of a parameter.
+      dtype_momentum: the dtype of the average of the update.
+
+    Each number may be an array or a schedule, a function of the step.
+
+    Raises:
+      TypeError: both learning_rate and lr are given.
+      ValueError: from `apply_gradient`, without a learning rate.
+
+    Example:
+      >>> import bridge
+      >>> bridge.Adafactor(learning_rate=0.5).with_hyper_params(beta1=0.9).hyper_params.beta1
+      0.9
     """
 
     state_type, names = AdafactorParamState, {"v_row": "v_row", "v_col": "v_col", "v": "v", "m": "ema"}
@@ -411,10 +560,23 @@ class WeightNorm(OptimizerDef):
     element for each output. A parameter with one row (a bias) is not split. `wn_decay` * v is added to the gradient of v. The hyper
     params of both definitions have one namespace. The wrapped definition receives its leaves below `direction` and `scale`.
 
+    Args:
+      wrapped_optimizer: the definition that updates v and g.
+      wn_decay: the factor of v that is added to the gradient of v.
+      wn_eps: the number added inside of the root of |v|.
+
     The state holds v and g, as in flax 0.4 (flax 0.3 recomputed them from w, inexactly). So the next update overwrites values that
     are written into the target by hand.
 
+    Raises:
+      ValueError: from `apply_gradient`, for gradients or a state of another structure, as `OptimizerDef.apply_gradient`.
+
     Source: https://github.com/google/flax/blob/v0.5.2/flax/optim/weight_norm.py
+
+    Example:
+      >>> import bridge
+      >>> bridge.WeightNorm(bridge.Momentum(learning_rate=0.1), wn_decay=0.01)
+      WeightNorm(learning_rate=0.1, beta=0.9, weight_decay=0.0, nesterov=False, wn_decay=0.01, wn_eps=1e-08)
     """
 
     def __init__(self, wrapped_optimizer: OptimizerDef, wn_decay: HyperParam = 0.0, wn_eps: HyperParam = 1e-8) -> None:

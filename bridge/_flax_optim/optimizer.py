@@ -54,7 +54,17 @@ from .fields import (
 
 
 class OptimizerState(NamedTuple):
-    """State of an `Optimizer`. `step`: int32 count of updates. `param_states`: the parameters' tree with a state for each leaf."""
+    """The state of an `Optimizer`.
+
+    Args:
+      step: the int32 count of updates.
+      param_states: the parameters' tree with a state for each leaf.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> bridge.Momentum(learning_rate=0.1).create({"w": jnp.ones(1)}).state
+      OptimizerState(step=Array(0, dtype=int32), param_states={'w': MomentumParamState(momentum=Array([0.], dtype=float32))})
+    """
 
     step: jax.Array
     param_states: PyTree
@@ -73,6 +83,18 @@ class OptimizerDef:
     Floating arrays and traced hyper params are cast to the parameter's dtype for `apply_param_gradient`. float16 and bfloat16
     parameters are passed as float32, with their gradient and state, and the results are rounded once. All else is passed
     unchanged.
+
+    Raises:
+      NotImplementedError: from `create` and `apply_gradient`, if the subclass lacks the method that they call.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> definition = bridge.Adam(learning_rate=0.1)
+      >>> definition
+      Adam(learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0)
+      >>> optimizer = definition.create({"w": jnp.ones(2)})
+      >>> int(optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.5).state.step)
+      1
     """
 
     def __init__(self, hyper_params: Any) -> None:
@@ -186,6 +208,18 @@ class Optimizer:
 
     `OptimizerDef.create(target)` makes one. Numbers given to `apply_gradient` may change without compilation where they are
     arguments of the jitted function. Another definition compiles again.
+
+    Args:
+      optimizer_def: the definition.
+      state: the `OptimizerState`.
+      target: the pytree of parameters.
+
+    Example:
+      >>> import bridge, jax, jax.numpy as jnp
+      >>> optimizer = bridge.GradientDescent(learning_rate=0.5).create({"w": jnp.ones(2)})
+      >>> step = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
+      >>> step(optimizer, {"w": jnp.ones(2)}).target["w"]
+      Array([0.5, 0.5], dtype=float32)
     """
 
     optimizer_def: OptimizerDef = dataclasses.field(metadata={"static": True})
@@ -286,6 +320,18 @@ class ModelParamTraversal:
     """Selects parameters by a function (path, param) -> bool, with paths like '/head/weight'.
 
     It is a selector too (README): called with the dotted name 'head.weight' it returns what the function returns for '/head/weight'.
+
+    Args:
+      filter_fn: the function.
+
+    Raises:
+      TypeError: filter_fn is no function.
+
+    Example:
+      >>> import bridge
+      >>> biases = bridge.ModelParamTraversal(lambda path, param: path.endswith("bias"))
+      >>> list(biases.iterate({"head": {"weight": 1.0, "bias": 2.0}}))
+      [2.0]
     """
 
     def __init__(self, filter_fn: Callable[[str, Any], object]) -> None:
@@ -324,12 +370,6 @@ def _as_selector(traversal: object) -> object:
 class MultiOptimizer(OptimizerDef):
     """Several definitions, each for the leaves that a selector picks.
 
-    ```
-    kernels = ModelParamTraversal(lambda path, param: "kernel" in path)
-    optimizer = MultiOptimizer((kernels, Momentum(0.01)), ("*.bias", Adam(0.1))).create(params)
-    optimizer.apply_gradient(grads, hyper_params=[optimizer.optimizer_def.hyper_params[0].replace(learning_rate=0.2), None])
-    ```
-
     Args:
       *traversals_and_optimizers: pairs of a `ModelParamTraversal`, or any selector (README) on dotted names, and a definition.
 
@@ -341,6 +381,18 @@ class MultiOptimizer(OptimizerDef):
 
     Differs from flax: selectors are accepted too; selectors and traversals receive parameters only, never gradients or state; and
     definitions that wrap others (`WeightNorm`, `MultiOptimizer`) may be used in a pair, and receive the leaves under their own names.
+
+    Raises:
+      TypeError: there is no pair, or a pair has no definition.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> kernels = bridge.ModelParamTraversal(lambda path, param: "kernel" in path)
+      >>> definition = bridge.MultiOptimizer((kernels, bridge.GradientDescent(0.5)), ("*.bias", bridge.GradientDescent(0.25)))
+      >>> tree = {"head": {"kernel": jnp.ones(1), "bias": jnp.ones(1)}}
+      >>> hyper_params = [definition.hyper_params[0].replace(learning_rate=1.0), None]
+      >>> definition.create(tree).apply_gradient(tree, hyper_params=hyper_params).target["head"]
+      {'bias': Array([0.75], dtype=float32), 'kernel': Array([0.], dtype=float32)}
     """
 
     def __init__(self, *traversals_and_optimizers: tuple[object, OptimizerDef]) -> None:

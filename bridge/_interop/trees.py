@@ -34,6 +34,12 @@ def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str,
 
     Raises:
       ValueError: jax cannot view a parameter without a copy, and copy is False. The text names the parameter.
+
+    Example:
+      >>> import bridge, torch
+      >>> tree = bridge.module_tree(torch.nn.ModuleDict({"head": torch.nn.Linear(2, 1)}))
+      >>> tree["head"]["weight"].shape
+      (1, 2)
     """
     return nest(dlpack.to_jax({name: p.detach() for name, p in module.named_parameters()}, copy=copy).items())
 
@@ -43,6 +49,14 @@ def module_buffers(module: torch.nn.Module) -> dict[str, Any]:
 
     Each array aliases its buffer. A buffer that jax cannot view (an expanded tensor, or a part of another) is copied. Call it again after
     every write by torch.
+
+    Args:
+      module: The module.
+
+    Example:
+      >>> import bridge, torch
+      >>> bridge.module_buffers(torch.nn.BatchNorm1d(2))["running_mean"]
+      Array([0., 0.], dtype=float32)
     """
     return nest(dlpack.to_jax({name: b.detach() for name, b in module.named_buffers()}, copy=None).items())
 
@@ -59,6 +73,13 @@ def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
     Raises:
       TypeError: buffers is no dict.
       ValueError: A name is missing, is no buffer of the module, or has another shape.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, torch
+      >>> norm = torch.nn.BatchNorm1d(2)
+      >>> bridge.write_buffers(norm, bridge.module_buffers(norm) | {"running_mean": jnp.ones(2)})
+      >>> norm.running_mean
+      tensor([1., 1.])
     """
     new, module_buffers_by_name = (
         unnest(check_nested_dict(buffers, "write_buffers: buffers", "module_buffers")),
@@ -102,6 +123,11 @@ def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
       TypeError: Tensors are in a container or object that is no pytree to jax (deque, namespace, UserDict, distribution). They would
         stay torch tensors without notice.
       RuntimeError: jax does not see the device of a tensor.
+
+    Example:
+      >>> import bridge, torch
+      >>> bridge.to_jax({"w": torch.ones(2)}, copy=None)
+      {'w': Array([1., 1.], dtype=float32)}
     """
     return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _expand_modules("to_jax", tree, torch.Tensor), copy)
 
@@ -125,6 +151,11 @@ def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
     Raises:
       ValueError: The array was donated or deleted, is a tracer, is sharded over several devices, or has a dtype that torch lacks.
       TypeError: As in `to_jax`.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> bridge.to_torch({"w": jnp.ones(2)})
+      {'w': tensor([1., 1.])}
     """
     return dlpack.to_torch(tree if isinstance(tree, jax.Array) else _expand_modules("to_torch", tree, jax.Array), copy)
 
@@ -142,6 +173,13 @@ def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
       TypeError: tree is no dict.
       ValueError: A name is missing or unknown; an array has another shape, is a tracer or was donated; or a dtype would lose digits
         (float32 for a bfloat16 parameter: cast it first). Nothing is changed then.
+
+    Example:
+      >>> import bridge, jax, torch
+      >>> model = torch.nn.Linear(2, 1)
+      >>> bridge.load_module_tree(model, jax.tree.map(jax.numpy.ones_like, bridge.module_tree(model, copy=True)))
+      >>> model.weight.data
+      tensor([[1., 1.]])
     """
     what = "load_module_tree"
     new_values = {name: x for name, x in unnest(check_nested_dict(tree, f"{what}: tree", "module_tree")).items() if x is not None}

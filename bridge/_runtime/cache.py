@@ -69,7 +69,14 @@ def get_executables(plans: Sequence[UpdatePlan], cls_name: str = "update") -> li
 
 
 def compilations() -> int:
-    """Return how many executables this process has compiled."""
+    """Return how many executables this process has compiled for optimizers and train steps.
+
+    Example:
+      >>> import bridge
+      >>> before = bridge.compilations()
+      >>> bridge.compilations() - before
+      0
+    """
     return _compilations
 
 

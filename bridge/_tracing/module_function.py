@@ -124,6 +124,14 @@ def module_function(module: nn.Module) -> Callable[..., PyTree]:
       TypeError: `module` is no `nn.Module`; an input is a torch tensor; rng is no key; the output is an object that holds tensors.
       ValueError: names or shapes of params or buffers are not the module's; something is drawn without rng.
       NotImplementedError: a torch operation has no implementation. The message names the operation and the submodule that calls it.
+
+    Example:
+      >>> import bridge, jax, jax.numpy as jnp, torch
+      >>> model = torch.nn.Linear(2, 1)
+      >>> fn = bridge.module_function(model)
+      >>> loss = lambda params, x: fn(params, x).sum()
+      >>> jax.grad(loss)(bridge.module_tree(model, copy=None), jnp.ones((1, 2)))["weight"]
+      Array([[1., 1.]], dtype=float32)
     """
     _check_module(module)
 

@@ -35,6 +35,14 @@ def lookahead(
       A transformation whose `update` needs `params`, and raises a ValueError without them.
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/lookahead.py; Zhang et al., arXiv:1907.08610.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, optax
+      >>> tx = bridge.lookahead(optax.sgd(0.5), sync_period=1, slow_step_size=0.5)
+      >>> params = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> updates["w"]
+      Array([-0.25, -0.25], dtype=float32)
     """
     return over_plain_params(optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state))
 

@@ -74,7 +74,18 @@ class Labels:
 
 
 class ResolvedState(NamedTuple):
-    """optax's own `PartitionState`, and the `Labels` that `init` has resolved."""
+    """The state of `select`, `freeze` and `partition`.
+
+    Args:
+      inner_state: optax's own `PartitionState`.
+      labels: the labels that `init` has resolved, which jit sees as static.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, optax
+      >>> state = bridge.select(optax.sgd(0.1), "w").init({"w": jnp.ones(1), "b": jnp.ones(1)})
+      >>> state.labels.by_path
+      (("['b']", 'frozen'), ("['w']", 'trained'))
+    """
 
     inner_state: optax.OptState
     labels: Any
@@ -94,6 +105,14 @@ def masked(inner: GradientTransformation, mask: PyTree, *, mask_compatible_extra
       mask_compatible_extra_args: whether to mask extra args that have the structure of the updates too.
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_masking.py
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, optax
+      >>> tx = bridge.masked(optax.sgd(0.5), {"w": True, "b": False})
+      >>> params = grads = {"w": jnp.ones(1), "b": jnp.ones(1)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates
+      {'b': Array([1.], dtype=float32), 'w': Array([-0.5], dtype=float32)}
     """
     return optax.masked(inner, _as_tree_or_function(mask, _is_bool), mask_compatible_extra_args=mask_compatible_extra_args)
 
@@ -115,6 +134,14 @@ def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_
 
     Differs from `optax.transforms.selective_transform`: True means optimized, `mask` is a selector that is resolved once, and extra
     args are passed on.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, optax
+      >>> tx = bridge.select(optax.sgd(0.5), "w")
+      >>> params = grads = {"w": jnp.ones(1), "b": jnp.ones(1)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates
+      {'b': Array([0.], dtype=float32), 'w': Array([-0.5], dtype=float32)}
     """
 
     def resolve(params: optax.Params) -> PyTree:
@@ -136,6 +163,14 @@ def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
       TypeError: `frozen` is None: a selector None means all leaves, and `frozen=None` looks like none. Otherwise as `select`.
 
     Differs from `optax.transforms.freeze(mask)`: the argument's name says what True means, and it is a selector that is resolved once.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, optax
+      >>> tx = optax.chain(optax.sgd(0.5), bridge.freeze(frozen="b"))
+      >>> params = grads = {"w": jnp.ones(1), "b": jnp.ones(1)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates
+      {'b': Array([0.], dtype=float32), 'w': Array([-0.5], dtype=float32)}
     """
     if frozen is None:
         raise TypeError("freeze: frozen=None says neither all nor nothing. Use True to freeze every leaf, False to freeze none.")
@@ -163,6 +198,14 @@ def partition(
         text names the label, the leaf and the nearest known labels. From `update`: a leaf that `init` did not see.
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_combining.py
+
+    Example:
+      >>> import bridge, jax.numpy as jnp, optax
+      >>> tx = bridge.partition({"a": optax.sgd(0.5), "z": optax.sgd(0.25)}, {"w": "a", "b": "z"})
+      >>> params = grads = {"w": jnp.ones(1), "b": jnp.ones(1)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates
+      {'b': Array([-0.25], dtype=float32), 'w': Array([-0.5], dtype=float32)}
     """
     _check_keys(transforms)
     return _resolved_partition(transforms, lambda params: _resolve_label_tree(param_labels, params, transforms), mask_compatible_extra_args)

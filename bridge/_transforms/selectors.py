@@ -463,6 +463,11 @@ def resolve_mask(spec: UncheckedSelector, params: PyTree) -> PyTree:
       ValueError: a pattern, key, module or parameter matches no leaf; a tree has another structure; a value has the wrong shape.
         The text names the cause, what was expected, and the nearest names.
       TypeError: the selector or a value has an unknown form.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> bridge.resolve_mask("*.weight", {"head": {"weight": jnp.ones(1), "bias": jnp.ones(1)}})
+      {'head': {'bias': False, 'weight': True}}
     """
     return _resolve_tree(spec, params, "mask")
 
@@ -479,6 +484,11 @@ def resolve_labels(spec: UncheckedSelector, params: PyTree) -> PyTree:
 
     Raises:
       ValueError, TypeError: as `resolve_mask`; and a ValueError for a leaf that no rule matches.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> bridge.resolve_labels([("*.bias", "b"), ("*", "a")], {"head": {"weight": jnp.ones(1), "bias": jnp.ones(1)}})
+      {'head': {'bias': 'b', 'weight': 'a'}}
     """
     return _resolve_tree(spec, params, "labels")
 

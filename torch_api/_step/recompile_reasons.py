@@ -23,9 +23,23 @@ FIRST_STEP = "it is the first step"
 class CacheInfo(NamedTuple):
     """Statistics of an optimizer's executables.
 
-    hits: steps whose set of gradients was seen before. misses: steps whose set was new. programs: executables that this optimizer has used.
-    compilations: the executables among them that were compiled for this optimizer. An executable of many equal parameters counts as one,
-    even if it is compiled as several subcomputations, which other optimizers may share.
+    Args:
+      hits: the steps whose set of gradients was seen before.
+      misses: the steps whose set was new.
+      programs: the executables that this optimizer has used.
+      compilations: the executables among them that were compiled for this optimizer. An executable of many equal parameters counts as
+        one, even if it is compiled as several subcomputations, which other optimizers may share.
+
+    Example:
+      >>> import torch, torch_api
+      >>> w = torch.ones(2, requires_grad=True)
+      >>> opt = torch_api.MaskedSGD([w])
+      >>> for _ in range(3):
+      ...     w.sum().backward()
+      ...     opt.step()
+      >>> info = opt.cache_info()
+      >>> info.hits, info.misses, info.programs
+      (2, 1, 1)
     """
 
     hits: int

@@ -123,6 +123,17 @@ class JaxTrainStep:
 
     Raises:
       TypeError, ValueError: the module, loss or batch cannot be trained this way, see docs/errors.md. Parameters and state are unchanged.
+
+    Example:
+      >>> import torch, torch_api
+      >>> model = torch.nn.Linear(2, 1)
+      >>> opt = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
+      >>> loss_fn = lambda model, x, y: torch.nn.functional.mse_loss(model(x), y)
+      >>> train_step = torch_api.JaxTrainStep(model, loss_fn, opt)
+      >>> x, y = torch.ones(4, 2), torch.zeros(4, 1)
+      >>> losses = [train_step(x, y).item() for _ in range(3)]
+      >>> losses[0] > losses[1] > losses[2]
+      True
     """
 
     def __init__(
