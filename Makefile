@@ -1,6 +1,7 @@
-# Every target makes the environment that it needs. PYTHON and VENV can be set on the command line.
+# Every target makes the environment that it needs. PYTHON, VENV and CONSTRAINTS can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= requirements/constraints.txt
 # Of `make test`: a file or folder of tests instead of all.
 FILE ?=
 BIN := $(VENV)/bin
@@ -8,8 +9,9 @@ OLDEST := .venv-oldest
 CLIENTS := .venv-clients
 BENCH := .venv-bench
 TORCHAX := .venv-torchax
+PRERELEASES := .venv-prereleases
 
-.PHONY: demo test check nightly mistakes baseline bench torchax docs test-bench test-oldest test-clients test-wheel clean
+.PHONY: demo test check quick nightly mistakes baseline bench torchax docs test-bench test-oldest test-prereleases test-clients test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -20,6 +22,10 @@ test: $(VENV)/.installed
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
+
+# The tests of `make check` alone, as CI runs them with each Python: lint and types are those of the pins of development.
+quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
 
 # What takes too long for every change: each operator of torch's database with each kind of samples, most examples, the other half of long
@@ -59,6 +65,15 @@ docs: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
 
+# The quick tests with the pre-releases of jax and torch that pip finds (PIP_EXTRA_INDEX_URL), beyond the upper bounds of pyproject.toml.
+test-prereleases:
+	rm -rf $(PRERELEASES) && $(PYTHON) -m venv $(PRERELEASES)
+	$(PRERELEASES)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(PRERELEASES)/bin/python -m pip install -q -e ".[examples]" --group test
+	$(PRERELEASES)/bin/python -m pip install -q --upgrade --pre jax jaxlib torch
+	$(PRERELEASES)/bin/python -m bridge || true
+	$(PRERELEASES)/bin/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
+
 # The optimizers inside trainers that others wrote.
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest -n 2 --dist loadfile tests/clients
@@ -71,10 +86,10 @@ test-wheel: $(VENV)/.installed
 	mkdir -p dist/run && cp -r tests pyproject.toml dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
 		&& ../../.venv-wheel/bin/python -m pytest -q tests/torch_api/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/torch_api/test_state_dict.py
 
-$(VENV)/.installed: pyproject.toml requirements/constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=25.1"
-	$(BIN)/python -m pip install -q -e ".[examples]" --group dev -c requirements/constraints.txt
+	$(BIN)/python -m pip install -q -e ".[examples]" --group dev -c $(CONSTRAINTS)
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml requirements/oldest.txt
@@ -108,4 +123,4 @@ $(TORCHAX)/.installed: pyproject.toml requirements/constraints.txt requirements/
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(BENCH) $(TORCHAX) .venv-wheel build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(PRERELEASES) $(CLIENTS) $(BENCH) $(TORCHAX) .venv-wheel build dist *.egg-info

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from . import _logs
 from ._compat.lookup import asks_for_safe_mode
@@ -12,17 +14,8 @@ from ._process import was_forked
 from ._xla.multi_output_fusion import FUSION_FLAG, FUSION_VARIABLE
 from .environment import Environment, read_environment
 
-# The ranges of pyproject.toml: the least version, and the first that is not supported.
-BOUNDS = {
-    "jax": ("0.8", "0.12"),
-    "jaxlib": ("0.8", "0.12"),
-    "ml_dtypes": ("0.5", None),
-    "numpy": ("2.0", "3"),
-    "optax": ("0.2.5", "0.3"),
-    "torch": ("2.8", "3"),
-    "torch2jax": ("0.1", "0.2"),
-}
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+CUDA_EXTRAS = ("12", "13")  # major versions for which the distribution has an extra
 
 
 class Finding(NamedTuple):
@@ -87,39 +80,51 @@ def diagnose(facts: Environment) -> Report:
     return Report([finding for check in _CHECKS for finding in check(facts)])
 
 
-def _parse_version(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0])[:3])
-
-
-def _three_numbers(version: str) -> tuple[int, ...]:
-    number = _parse_version(version)
-    return number + (0,) * (3 - len(number))
-
-
 def _versions(facts: Environment) -> Iterator[Finding]:
     known = {"python": facts.python} | {name: version for name, version in facts.versions.items() if version}
     text = ", ".join(f"{name} {version}" for name, version in known.items())
     wrong = []
-    for name, (low, high) in BOUNDS.items():
+    for name, specifier in facts.requirements.items():
         version = facts.versions.get(name)
         if name == "torch2jax" and version is None:
-            fix = f"pip install '{name}>={low},<{high}'"
+            fix = f"pip install '{name}{specifier}'"
             yield Finding("versions", WARNING, "torch2jax is not installed: module_function and JaxTrainStep do not work", fix)
-            continue
-        fits = (
-            version is not None
-            and _three_numbers(version) >= _three_numbers(low)
-            and (high is None or _three_numbers(version) < _three_numbers(high))
-        )
-        if not fits:
-            wrong.append(f"'{name}>={low}{f',<{high}' if high else ''}'")
+        elif version is None or not SpecifierSet(specifier).contains(version, prereleases=True):
+            wrong.append(f"'{name}{specifier}'")
     if wrong:
-        yield Finding("versions", ERROR, f"not in the range that is tested: {', '.join(wrong)} ({text})", f"pip install {' '.join(wrong)}")
+        yield Finding("versions", ERROR, f"not in the supported range: {', '.join(wrong)} ({text})", f"pip install {' '.join(wrong)}")
+    elif not facts.requirements:
+        found = f"maskbridge runs from a folder and is not installed, so its supported versions are unknown ({text})"
+        yield Finding("versions", NOTE, found, "pip install -e THAT_FOLDER")
     else:
         yield Finding("versions", OK, text)
     ours, beneath = facts.versions.get("jax"), facts.versions.get("jaxlib")
-    if ours and beneath and _three_numbers(beneath) > _three_numbers(ours):
+    if ours and beneath and Version(beneath).release[:3] > Version(ours).release[:3]:
         yield Finding("versions", ERROR, f"jaxlib {beneath} is newer than jax {ours}", f"pip install 'jax=={beneath}' 'jaxlib=={beneath}'")
+
+
+def _cuda_major(facts: Environment) -> str:
+    """Return the major version of CUDA that torch was built for, "" if it was built for none."""
+    return (facts.torch_cuda or "").partition(".")[0]
+
+
+def _cuda(facts: Environment) -> Iterator[Finding]:
+    """Compare the CUDA that torch was built for with that of jax's plugins."""
+    major, prefix = _cuda_major(facts), "jax-cuda"
+    plugins = [name for name in facts.plugins if name.startswith(prefix)]
+    others = [name for name in plugins if name != f"{prefix}{major}-plugin"]
+    text = f"torch is built for CUDA {facts.torch_cuda}, jax has {' and '.join(plugins) or 'no plugin for CUDA'}"
+    if not major:
+        yield Finding("CUDA", OK, "torch is built without CUDA")
+    elif not others or not facts.may_start_gpu:
+        yield Finding("CUDA", OK, text)
+    elif major in CUDA_EXTRAS:
+        removed = " ".join(f"{name} {name.replace('plugin', 'pjrt')}" for name in others)
+        fix = f"pip uninstall {removed}, and then pip install 'maskbridge[cuda{major}]'"
+        yield Finding("CUDA", WARNING, f"{text}: libraries of two versions of CUDA in one process may not work", fix)
+    else:
+        fix = f"a torch built for CUDA {' or '.join(CUDA_EXTRAS)}, and maskbridge[cuda{CUDA_EXTRAS[-1]}] to match"
+        yield Finding("CUDA", WARNING, f"{text}: libraries of two versions of CUDA in one process may not work", fix)
 
 
 def _devices(facts: Environment) -> Iterator[Finding]:
@@ -131,7 +136,9 @@ def _devices(facts: Environment) -> Iterator[Finding]:
         "jax has not started" if facts.jax_devices is None else f"jax has {', '.join(f'{n} {kind}' for kind, n in facts.jax_devices)}"
     )
     both = f"{torch_side}, {jax_side}"
-    install = "pip install 'maskbridge[cuda]' (a jax built for torch's CUDA), and see CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
+    major = _cuda_major(facts)
+    extra = f"cuda{major if major in CUDA_EXTRAS else ''}"
+    install = f"pip install 'maskbridge[{extra}]' (a jax built for torch's CUDA), and see CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
     if facts.start_error is not None:
         why = f"jax does not start{f' (JAX_PLATFORMS={asked})' if asked else ''}: {facts.start_error}"
         fix = f"unset JAX_PLATFORMS, or {install}" if asked else f"JAX_PLATFORMS=cpu, or {install}"
@@ -204,7 +211,7 @@ def _flags(facts: Environment) -> Iterator[Finding]:
     flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get(FUSION_VARIABLE) == "0"
     text, asks_per_program = f"XLA_FLAGS={flags!r}", facts.has_per_program_flag and not opted_out
     slower = "Adam moves 40 bytes a parameter on the CPU instead of 28"
-    newer = "another jaxlib (0.8 to 0.10 know it)"
+    newer = "another jaxlib (0.8 to 0.12 know it)"
     if FUSION_FLAG in flags and facts.fuses_outputs is not False:
         yield Finding("XLA flags", OK, f"{text}: {'XLA has read it' if facts.fuses_outputs else 'set, jax will read it when it starts'}")
     elif asks_per_program and facts.fuses_outputs is not False:
@@ -258,14 +265,14 @@ def _fast_paths(facts: Environment) -> Iterator[Finding]:
             "execution streams",
             NOTE,
             "this jaxlib has only one for each thread: on the CPU the programs of a step run one after the other",
-            "a jaxlib between 0.8 and 0.10, or report it",
+            "a jaxlib between 0.8 and 0.12, or report it",
         )
     if not facts.has_use_count:
         yield Finding(
             "write-back",
             WARNING,
             "this torch does not tell how many tensors use a storage: every parameter is updated by a copy",
-            "a torch between 2.8 and 2.13, or report it",
+            "a torch between 2.8 and 2.15, or report it",
         )
 
 
@@ -327,5 +334,5 @@ def _inspection(facts: Environment) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Environment], Iterator[Finding]], ...] = (
-    _versions, _devices, _visible, _preallocation, _x64, _flags, _alignment, _fast_paths, _processes, _threads, _cache, _inspection,
+    _versions, _cuda, _devices, _visible, _preallocation, _x64, _flags, _alignment, _fast_paths, _processes, _threads, _cache, _inspection,
 )  # fmt: skip

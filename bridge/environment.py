@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import torch
+from packaging.requirements import Requirement
 
 from ._compat.jax import client_started, has_per_program_flag, stream_calls
 from ._compat.torch import storage_use_count
@@ -21,7 +22,7 @@ from ._interop import dlpack
 from ._runtime import openmp
 from ._xla.compile import compile_lowered
 
-PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
+PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax", "packaging")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")
 _PROBED_SIZES = (1, 3, 16, 100, 1000, 4097)
 
@@ -32,6 +33,7 @@ class Environment:
 
     env: The environment variables.
     versions: The version of each package, None if it is not installed.
+    requirements: The supported versions of each package, as in ">=2.8,<3"; empty if this distribution is not installed.
     torch_gpus: The number of GPUs by torch's count, which opens no device.
     plugins: jax's installed plugins for accelerators.
     jax_devices: Platform and number of jax's devices; None until jax has started.
@@ -47,6 +49,7 @@ class Environment:
 
     env: Mapping[str, str]
     versions: Mapping[str, str | None]
+    requirements: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     torch_cuda: str | None = None
     torch_gpus: int = 0
@@ -94,6 +97,7 @@ def read_environment(forked: bool = False, start_jax: bool = False) -> Environme
     return Environment(
         env=dict(os.environ),
         versions=versions,
+        requirements=_read_requirements(),
         python=platform.python_version(),
         torch_cuda=torch.version.cuda,
         torch_gpus=torch.cuda.device_count() if torch.version.cuda else 0,
@@ -123,6 +127,16 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _read_requirements() -> dict[str, str]:
+    """Return the version specifier of each dependency, by the metadata of the installed distribution."""
+    try:
+        listed = importlib.metadata.requires("maskbridge") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    every = [Requirement(text) for text in listed]
+    return {each.name: str(each.specifier) for each in every if each.marker is None or each.marker.evaluate({"extra": ""})}
 
 
 def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:

@@ -226,7 +226,7 @@ def _jax_device(platform: str, index: int) -> Device:
             ) from error
         raise RuntimeError(
             f"jax has no {backend} backend, but a tensor is on {platform}:{index}. Install the matching jax "
-            f"(maskbridge[cuda] for NVIDIA), or move the model to the CPU. {said}"
+            f"(for NVIDIA maskbridge[cuda12] or maskbridge[cuda13], as torch.version.cuda says), or move the model to the CPU. {said}"
         ) from error
     for device in devices:
         if getattr(device, "local_hardware_id", None) in (index, None) or (len(devices) == 1 and platform == "cpu"):

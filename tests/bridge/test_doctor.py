@@ -1,6 +1,7 @@
 """The doctor: each problem is simulated by facts, or by a real process with such an environment."""
 
 import dataclasses
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import bridge
 from bridge._xla.multi_output_fusion import FUSION_FLAG
-from bridge.doctor import BOUNDS, diagnose
+from bridge.doctor import diagnose
 from bridge.environment import Environment, read_environment
 
 pytestmark = pytest.mark.unoptimized
@@ -26,10 +27,13 @@ VERSIONS = {
     "numpy": "2.4.6",
     "ml_dtypes": "0.6.0",
     "torch2jax": "0.1.0",
+    "packaging": "26.4",
 }
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = {re.match(r"[\w-]+", text)[0]: re.sub(r"^[\w-]+", "", text) for text in PROJECT["dependencies"]}
 ASKED = {"XLA_FLAGS": f"--xla_backend_extra_options={FUSION_FLAG}", "OMP_WAIT_POLICY": "passive"}
 # A machine without problems before jax has started, and one with GPUs on both sides while jax runs.
-HEALTHY = Environment(ASKED, VERSIONS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
+HEALTHY = Environment(ASKED, VERSIONS, REQUIREMENTS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
 QUIET = ASKED | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 ON_GPU = dataclasses.replace(
     HEALTHY, env=QUIET, torch_cuda="12.6", torch_gpus=2, plugins=("jax-cuda12-plugin",), jax_devices=(("gpu", 2),), fuses_outputs=True,
@@ -48,19 +52,55 @@ PROBLEMS = {
         changed(versions=VERSIONS | {"jax": "0.7.2", "jaxlib": "0.7.2"}),
         "versions",
         "error",
-        r"'jax>=0.8,<0.12'",
+        r"'jax>=0.8,<0.13'",
         r"pip install 'jax>=0.8",
     ),
     "torch of the next major": (changed(versions=VERSIONS | {"torch": "3.0.0"}), "versions", "error", "'torch>=2.8,<3'", "pip install"),
     "optax is missing": (changed(versions=VERSIONS | {"optax": None}), "versions", "error", "'optax>=0.2.5,<0.3'", "pip install"),
     "torch2jax is missing": (changed(versions=VERSIONS | {"torch2jax": None}), "versions", "warning", "module_function", "pip install"),
+    "jax of the next minor": (
+        changed(versions=VERSIONS | {"jax": "0.13.0.dev20261130", "jaxlib": "0.13.0"}),
+        "versions",
+        "error",
+        r"'jaxlib>=0.8,<0.13'",
+        "pip install",
+    ),
+    "not installed": (changed(requirements={}), "versions", "note", "runs from a folder", "pip install -e"),
     "jaxlib ahead": (changed(versions=VERSIONS | {"jaxlib": "0.11.0"}), "versions", "error", "newer than jax 0.10.2", "jax==0.11.0"),
     "no GPU for jax": (
         changed(ON_GPU, plugins=(), jax_devices=(("cpu", 1),)),
         "devices",
         "error",
         "cannot be updated",
-        r"maskbridge\[cuda\]",
+        r"maskbridge\[cuda12\]",
+    ),
+    "CUDA 13 of jax": (
+        changed(ON_GPU, plugins=("jax-cuda13-plugin",)),
+        "CUDA",
+        "warning",
+        "torch is built for CUDA 12.6, jax has jax-cuda13-plugin: libraries of two versions",
+        r"^pip uninstall jax-cuda13-plugin jax-cuda13-pjrt, and then pip install 'maskbridge\[cuda12\]'$",
+    ),
+    "CUDA 12 of jax": (
+        changed(ON_GPU, torch_cuda="13.2"),
+        "CUDA",
+        "warning",
+        "torch is built for CUDA 13.2, jax has jax-cuda12-plugin: ",
+        r"^pip uninstall jax-cuda12-plugin jax-cuda12-pjrt, and then pip install 'maskbridge\[cuda13\]'$",
+    ),
+    "both of jax": (
+        changed(ON_GPU, plugins=("jax-cuda12-plugin", "jax-cuda13-plugin")),
+        "CUDA",
+        "warning",
+        "jax has jax-cuda12-plugin and jax-cuda13-plugin: ",
+        r"uninstall jax-cuda13-plugin jax-cuda13-pjrt, .*\[cuda12\]",
+    ),
+    "CUDA 11 of torch": (
+        changed(ON_GPU, torch_cuda="11.8"),
+        "CUDA",
+        "warning",
+        "for CUDA 11.8",
+        r"torch built for CUDA 12 or 13, .*cuda13",
     ),
     "cuDNN of torch came first": (
         changed(ON_GPU, jax_devices=(("cpu", 1),)),
@@ -69,7 +109,7 @@ PROBLEMS = {
         "cannot be updated",
         "import jax before torch",
     ),
-    "no plugin, not started": (changed(ON_GPU, plugins=(), jax_devices=None), "devices", "error", "no plugin", r"maskbridge\[cuda\]"),
+    "no plugin, not started": (changed(ON_GPU, plugins=(), jax_devices=None), "devices", "error", "no plugin", r"maskbridge\[cuda12\]"),
     "jax kept off": (changed(ON_GPU, env={"JAX_PLATFORMS": "cpu"}), "devices", "warning", "JAX_PLATFORMS=cpu keeps jax off", "unset"),
     "other numbers": (changed(ON_GPU, torch_gpus=1), "devices", "warning", "torch sees 1 GPUs, jax has 2 gpu", "CUDA_VISIBLE_DEVICES"),
     "no CPU for jax": (changed(ON_GPU, env={"JAX_PLATFORMS": "cuda"}), "devices", "note", "leaves out the CPU", "JAX_PLATFORMS=cuda,cpu"),
@@ -110,7 +150,7 @@ PROBLEMS = {
         "XLA flags",
         "warning",
         "jaxlib does not know",
-        "0.8 to 0.10",
+        "0.8 to 0.12",
     ),
     "flag too late": (
         changed(ON_GPU, fuses_outputs=False, has_per_program_flag=False),
@@ -204,6 +244,10 @@ def test_similar_but_correct_settings_give_no_findings():
         changed(ON_GPU, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]),
         changed(versions=VERSIONS | {"jax": "0.8.0", "jaxlib": "0.8.0", "torch": "2.8.0", "numpy": "2.0.0"}),
         changed(versions=VERSIONS | {"torch": "2.14.0a0+git123"}),
+        changed(versions=VERSIONS | {"jax": "0.12.0", "jaxlib": "0.12.0", "torch": "2.15.0"}),
+        changed(ON_GPU, torch_cuda="13.2", plugins=("jax-cuda13-plugin",)),
+        changed(torch_cuda="12.6", plugins=("jax-cuda13-plugin",), env={"JAX_PLATFORMS": "cpu"}),
+        changed(torch_cuda="13.2"),
         changed(env={"GOMP_SPINCOUNT": "0"}, without=["OMP_WAIT_POLICY"]),
         changed(env={"GOMP_SPINCOUNT": "10000"}, without=["OMP_WAIT_POLICY"]),
         changed(openmp_can_pause=True, without=["OMP_WAIT_POLICY"]),
@@ -220,14 +264,45 @@ def test_logs_and_explain_are_named():
     assert "MASKBRIDGE_LOGS=hlo is set" in row["found"]
 
 
-def test_version_bounds_are_those_of_the_project():
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert set(dependencies) == {f"{name}>={low}{f',<{high}' if high else ''}" for name, (low, high) in BOUNDS.items()}
+def test_version_bounds_are_read_from_the_metadata(monkeypatch):
+    extras = [f'{text}; extra == "{name}"' for name, texts in PROJECT["optional-dependencies"].items() for text in texts]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [*PROJECT["dependencies"], *extras])
+    facts = read_environment()
+    assert {name: set(text.split(",")) for name, text in facts.requirements.items()} == {
+        name: set(text.split(",")) for name, text in REQUIREMENTS.items()
+    }
+    assert facts.versions.keys() == REQUIREMENTS.keys()
+    assert bridge.doctor().exit_code == 0
+
+
+def test_folder_that_is_not_installed_has_no_bounds(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    report = bridge.doctor()
+    assert report.rows[0] | {"found": ""} == {"check": "versions", "level": "note", "found": "", "fix": "pip install -e THAT_FOLDER"}
+    assert report.exit_code == 0
+
+
+PLUGINS = [("12.8", "jax-cuda13-plugin", "cuda12"), ("13.0", "jax-cuda12-plugin", "cuda13")]
+
+
+@pytest.mark.parametrize(("torch_cuda", "plugin", "advice"), PLUGINS)
+def test_plugin_of_jax_for_another_cuda_is_found_in_the_metadata(monkeypatch, torch_cuda, plugin, advice):
+    installed = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0" if name == plugin else installed(name))
+    monkeypatch.setattr("torch.version.cuda", torch_cuda)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (row,) = [row for row in bridge.doctor().rows if row["check"] == "CUDA"]
+    assert row["level"] == "warning"
+    assert row["fix"].startswith(f"pip uninstall {plugin} ")
+    assert row["fix"].endswith(f"pip install 'maskbridge[{advice}]'")
+    assert advice in PROJECT["optional-dependencies"]
 
 
 def test_this_process_has_no_problems():
     facts = read_environment()
-    assert facts.versions.keys() == BOUNDS.keys()
     assert facts.has_use_count
     assert facts.misaligned_sizes == ()
     assert bridge.doctor().exit_code == 0
@@ -324,6 +399,6 @@ def test_exit_code_is_one_if_something_does_not_work(tmp_path):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.1.0\n")
     done = run(["-m", "bridge"], PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "'optax>=0.2.5,<0.3'" in done.stdout
+    assert re.search(r"not in the supported range: 'optax[<>]\S+'", done.stdout)
     assert "something does not work: 1 error" in done.stdout
     assert run(["-m", "bridge", "--begin"]).returncode == 2

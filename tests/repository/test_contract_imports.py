@@ -105,11 +105,7 @@ def names_of_ours(tree):
         dotted = dotted_name(node, bound) if isinstance(node, ast.Attribute | ast.Call) else None
         if dotted:
             yield node.lineno, dotted
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and re.fullmatch(r"(bridge|maskbridge|torch_api)(\.\w+)+", node.value)
-        ):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
             yield node.lineno, node.value
     for program in programs_in(tree):
         yield from names_of_ours(program)

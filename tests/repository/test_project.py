@@ -181,14 +181,40 @@ def test_package_is_typed_and_its_metadata_is_complete():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "maskbridge"
     names = {re.split(r"[<>=\[]", d)[0] for d in project["dependencies"]}
-    assert {"jax", "jaxlib", "optax", "torch", "torch2jax", "numpy"} <= names
+    assert {"jax", "jaxlib", "optax", "torch", "torch2jax", "numpy", "packaging"} <= names
     assert all(re.search(r">=.*<|>=", d) for d in project["dependencies"])
-    assert {"cuda", "examples"} <= project["optional-dependencies"].keys()
+    extras = project["optional-dependencies"]
+    assert (extras["cuda"], extras["cuda12"], extras["cuda13"]) == (["maskbridge[cuda13]"], ["jax[cuda12]"], ["jax[cuda13]"])
     assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
     oldest = (ROOT / "requirements" / "oldest.txt").read_text()
     for dependency in project["dependencies"]:
         name, lower = re.match(r"([\w-]+).*?>=([\d.]+)", dependency).groups()
         assert re.search(rf"^{name}=={re.escape(lower)}(\.0)*$", oldest, flags=re.MULTILINE), f"{name} {lower} is not in oldest.txt"
+
+
+def pins(file):
+    return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "requirements" / file).read_text(), re.MULTILINE))
+
+
+def test_each_supported_python_is_in_the_matrix_with_pins_in_range():
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    supported = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    jobs = re.findall(r'\{ python: "(\S+)", constraints: (\S+?)(, may-fail: true)? \}', workflow)
+    assert [python for python, _, may_fail in jobs if not may_fail] == supported
+    required = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    used = {file: pins(file) for _, file, _ in jobs}
+    for file, versions in used.items():
+        assert [name for name, specifier in required.items() if versions[name] not in specifier] == [], file
+        assert versions.keys() == pins("constraints.txt").keys()
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for python, file, may_fail in jobs:
+        row = f"| {python} | {used[file]['jax']} | {used[file]['torch']} |"
+        assert (row in page) is not bool(may_fail), row
 
 
 def test_only_one_package_takes_memory_by_address():
