@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from ._compat.jax import client_started, has_per_program_flag, stream_calls
 from ._compat.torch import storage_use_count
@@ -22,7 +23,7 @@ from ._interop import dlpack
 from ._runtime import openmp
 from ._xla.compile import compile_lowered
 
-PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax", "packaging")
+PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml-dtypes", "torch2jax", "packaging")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")
 _PROBED_SIZES = (1, 3, 16, 100, 1000, 4097)
 
@@ -136,7 +137,8 @@ def _read_requirements() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         return {}
     every = [Requirement(text) for text in listed]
-    return {each.name: str(each.specifier) for each in every if each.marker is None or each.marker.evaluate({"extra": ""})}
+    needed = [each for each in every if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return {canonicalize_name(each.name): str(each.specifier) for each in needed}  # build tools write ml_dtypes or ml-dtypes
 
 
 def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:

@@ -25,12 +25,12 @@ VERSIONS = {
     "torch": "2.13.0+cu126",
     "optax": "0.2.8",
     "numpy": "2.4.6",
-    "ml_dtypes": "0.6.0",
+    "ml-dtypes": "0.6.0",
     "torch2jax": "0.1.0",
     "packaging": "26.4",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = {re.match(r"[\w-]+", text)[0]: re.sub(r"^[\w-]+", "", text) for text in PROJECT["dependencies"]}
+REQUIREMENTS = {re.match(r"[\w-]+", text)[0].replace("_", "-"): re.sub(r"^[\w-]+", "", text) for text in PROJECT["dependencies"]}
 ASKED = {"XLA_FLAGS": f"--xla_backend_extra_options={FUSION_FLAG}", "OMP_WAIT_POLICY": "passive"}
 # A machine without problems before jax has started, and one with GPUs on both sides while jax runs.
 HEALTHY = Environment(ASKED, VERSIONS, REQUIREMENTS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
@@ -264,9 +264,11 @@ def test_logs_and_explain_are_named():
     assert "MASKBRIDGE_LOGS=hlo is set" in row["found"]
 
 
-def test_version_bounds_are_read_from_the_metadata(monkeypatch):
+@pytest.mark.parametrize("separator", ["-", "_"])
+def test_version_bounds_are_read_from_the_metadata(monkeypatch, separator):
     extras = [f'{text}; extra == "{name}"' for name, texts in PROJECT["optional-dependencies"].items() for text in texts]
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: [*PROJECT["dependencies"], *extras])
+    listed = [text.replace("ml_dtypes", f"ml{separator}dtypes") for text in PROJECT["dependencies"]]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [*listed, *extras])
     facts = read_environment()
     assert {name: set(text.split(",")) for name, text in facts.requirements.items()} == {
         name: set(text.split(",")) for name, text in REQUIREMENTS.items()
