@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import _process
+from bridge import _logs, _process
 from bridge._compiler import leaf_update
 from bridge._compiler.spec import EMA_PARAM, GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, StateField
 from bridge._interop.dlpack import device_of
@@ -33,7 +33,7 @@ from bridge._runtime.transaction import Transaction
 from bridge._transforms.selectors import Selector
 from bridge._warnings import stack_level
 
-from . import options, report
+from . import explain, options, report
 from . import state_dict as checkpoint
 from ._params import buckets, param_groups
 from ._params.hyperparam_table import HyperparamTable
@@ -62,6 +62,7 @@ from ._step.guards import Guards
 from ._step.launch_cache import GradSet, LaunchCache
 from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
 from ._step.state_watch import StateAccess
+from ._step.summaries import describe_layout, describe_step_memory
 from ._step.transaction import StepTransaction
 from .optimizer_base import SelectorOptimizer, devices_of
 from .options import Options, ValidatedAttribute, Writeback, show_shared_arguments
@@ -265,6 +266,8 @@ class OptaxOptimizer(SelectorOptimizer):
         self._launch_cache = LaunchCache(states, self.max_grad_norm, self._used_executables)
         states.init_eager_state(self._hyperparams)
         self._prepared_signature = self._recompile_signature()
+        if _logs.is_on(_logs.MEMORY):
+            _logs.MEMORY.info("%s: %s", self._subject, describe_layout(trained))
         self._warn_of_copies()
 
     def _warn_of_frozen(self) -> None:
@@ -526,7 +529,17 @@ class OptaxOptimizer(SelectorOptimizer):
             return []
         with transaction.preparing(grad_set.with_grad) as launches:
             bound = launches.prepare(grad_set, hyperparams, transaction.locks)
-        return [] if transaction.is_outdated(launches) else bound
+        if transaction.is_outdated(launches):
+            return []
+        self._log_prepared([launch for part in bound for launch in part])
+        return bound
+
+    def _log_prepared(self, launches: Sequence[BoundExecutable]) -> None:
+        """Log the executables of a set of gradients that is new."""
+        if launches and _logs.is_on(_logs.PLAN):
+            _logs.PLAN.info("%s", self._explain(launches, counts_bytes=False))
+        if launches and _logs.is_on(_logs.MEMORY):
+            _logs.MEMORY.info("%s: %s", self._subject, describe_step_memory(launches))
 
     def _slow_path(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Do the work of `Guards.check` parameter by parameter: check each gradient before any is used, and follow all changes.
@@ -731,6 +744,24 @@ class OptaxOptimizer(SelectorOptimizer):
         """
         made_by_tx = [i for i, group in enumerate(self.param_groups) if lr_scales_update(self._optimizer_spec_of(group))]
         return report.Report(type(self).__name__, self._reconcile_records(), self.param_groups, self.state, made_by_tx, full)
+
+    def explain(self) -> explain.Explanation:
+        """Return what the last step ran: executables, kernel classes, buckets, bytes, copies, and why the last compilation happened.
+
+        It prints as text, as tables in a notebook, and has fields (`explain().copies`). To count the bytes of gradients that are read by
+        address, it compiles a program. The log `maskbridge.plan` (`MASKBRIDGE_LOGS=plan`) has the same text for each new set of gradients.
+        """
+        return self._explain(self._launch_cache.last_used)
+
+    def _explain(self, launches: Sequence[BoundExecutable], counts_bytes: bool = True) -> explain.Explanation:
+        trained = [leaf for leaf in self._trainable if leaf.spec is not None]
+        used = self._used_executables
+        return explain.Explanation(self._subject, launches, trained, used.last_compilation, used.info, counts_bytes=counts_bytes)
+
+    @property
+    def _subject(self) -> str:
+        """The first words of logs and explanations."""
+        return f"{type(self).__name__} on {', '.join(map(str, self._devices))}"
 
     def __str__(self) -> str:
         return str(self.report())

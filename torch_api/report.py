@@ -14,6 +14,7 @@ import torch
 from ._params.param_groups import lr_scale
 from ._params.record import ParamRecord
 from ._rules.types import ParamGroup, ParamState
+from ._tables import html_table, text_lines
 
 ReportRow: TypeAlias = dict[str, Any]
 _NamedRows: TypeAlias = list[tuple[tuple[str, ...], ReportRow]]
@@ -63,19 +64,13 @@ class Report:
         return f"{self.title}: {counts}, {state:,} bytes of state"
 
     def __str__(self) -> str:
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([self.summary, *lines, *self._notes()])
+        return "\n".join([self.summary, *text_lines(self._cells()), *self._notes()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        columns, *lines = self._cells()
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        return f"<p>{html.escape(self.summary)}</p>{html_table(self._cells())}{notes}"
 
     @property
     def _is_grouped(self) -> bool:

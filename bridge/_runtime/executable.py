@@ -19,7 +19,7 @@ from bridge._compiler.plan import UpdatePlan, abstract_args
 from bridge._compiler.update import has_loops_by_dtype, stats_step, update_step
 from bridge._ir.queries import properties_of
 from bridge._process import default_promotion, default_settings
-from bridge._xla.compile import Executable, LazyExecutable, bytes_accessed, compile_lowered, submit
+from bridge._xla.compile import Executable, LazyExecutable, bytes_accessed, compile_lowered, scratch_bytes, submit
 from bridge._xla.compile_options import keep_barriers, single_threaded, update_options, xla_schedule
 from bridge._xla.inline_execution import Serialized, load_executable, load_inline, serialize_executable
 from bridge._xla.probes import barrier_bytes, fuses_multiple_outputs
@@ -63,9 +63,8 @@ class UpdateExecutable:
             if not all(properties_of(traced.jaxpr).used_inputs[:donated]):
                 # jax drops an argument that is not read, such as state that is overwritten (optax.adafactor's). Its result would move.
                 traced = jitted(keep_unused=True).trace(*arguments)
-            if _logs.is_on(_logs.JAXPR):
-                subject = _logs.subject(cls_name, plan.device)
-                _logs.JAXPR.info("%s: jaxpr of the update of %d leaves\n%s", subject, len(plan.leaves), traced.jaxpr)
+            subject = _logs.subject(cls_name, plan.device)
+            _logs.JAXPR.info("%s: jaxpr of the update of %d leaves\n%s", subject, len(plan.leaves), traced.jaxpr)
             properties = properties_of(traced.jaxpr)
             self.has_callback = properties.has_callback
             kept = keep_barriers(properties) if has_loops_by_dtype(plan) else {}
@@ -147,6 +146,17 @@ class UpdateExecutable:
         return (
             bytes_accessed(update) - barrier_bytes(update) + (bytes_accessed(self.stats_executable) if self.stats_executable else 0.0) + far
         )
+
+    @property
+    def num_programs(self) -> int:
+        """The number of compiled programs that the update consists of."""
+        return 1 if self._outlined is None else len(self._outlined.pieces)
+
+    @property
+    def scratch_bytes(self) -> int | None:
+        """The bytes that one call takes for intermediate values, by the compiler's count; None if the compiler does not say."""
+        programs = [self._available_update] if self._outlined is None else [piece.compiled for piece in self._outlined.pieces]
+        return max((size for program in programs if (size := scratch_bytes(program)) is not None), default=None)
 
     def _compile_for_counting(self) -> jax.stages.Compiled:
         """Compile the update for counting bytes. The process-wide array has only the size that is read, since the compiler counts all."""

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from bridge import _logs
 from bridge._compiler.plan import UpdateArguments, UpdatePlan, abstract_args
 from bridge._compiler.spec import LeafSpec, flatten, unflatten
 from bridge._compiler.update import update
@@ -32,7 +33,7 @@ from bridge._runtime import cache
 from bridge._tracing.jax_calls import callbacks_in_32_bits
 from bridge._tracing.materialize import barrier
 from bridge._tracing.promotion import torch_dtype
-from bridge._xla.compile import bytes_accessed, compile_lowered
+from bridge._xla.compile import bytes_accessed, compile_lowered, scratch_bytes
 from bridge._xla.compile_options import train_options
 
 from .loss_jaxpr import LossJaxpr
@@ -233,9 +234,17 @@ class TrainProgram:
     """A compiled train program: one call with the update, or, if it accumulates gradients, one call without.
 
     has_callback: whether the program calls Python, so that it may fail half-way.
+    num_programs: 1, as of an `UpdateExecutable` that is not outlined.
+
+    Args:
+      spec: the static description.
+      updates: whether it updates.
+      cls_name: the class of the train step and of the optimizer, for logs.
     """
 
-    def __init__(self, spec: TrainProgramSpec, updates: bool) -> None:
+    num_programs = 1
+
+    def __init__(self, spec: TrainProgramSpec, updates: bool, cls_name: str = "train step") -> None:
         self.spec, self.plan, self.updates = spec, spec.plan, updates
         donated, arguments = _abstract_arguments(spec, updates)
         with default_settings():
@@ -249,17 +258,25 @@ class TrainProgram:
             if better is not traced.jaxpr.jaxpr:
                 traced = jitted(_as_function(better, traced)).trace(donated, arguments)
             self.jaxpr = traced.jaxpr
+            subject = _logs.subject(cls_name, self.plan.device)
+            _logs.JAXPR.info("%s: jaxpr of the train program\n%s", subject, self.jaxpr)
             properties = properties_of(self.jaxpr)
             self.has_callback = properties.has_callback
             self.loss_dtype = torch_dtype(traced.out_info[-3])
             options = train_options(self.plan.device, properties)
             self.call = compile_lowered(traced.lower(), False, options)
+            if _logs.is_on(_logs.HLO):
+                _logs.HLO.info("%s: optimized HLO of the train program\n%s", subject, self.call.as_text())
         self.elements = bytes_accessed(self.call) / _BYTES_PER_ELEMENT
         cache.count_compilation()
 
     @property
     def bytes_accessed(self) -> float:
         return bytes_accessed(self.call)
+
+    @property
+    def scratch_bytes(self) -> int | None:
+        return scratch_bytes(self.call)
 
 
 def _as_function(jaxpr: Jaxpr, traced: jax.stages.Traced) -> Callable[..., PyTree]:

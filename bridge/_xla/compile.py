@@ -52,6 +52,13 @@ def bytes_accessed(compiled: Executable) -> float:
     return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # a program without operations has no entry
 
 
+def scratch_bytes(compiled: Executable) -> int | None:
+    """Return the bytes that one call of a compiled program takes for intermediate values; None if the compiler does not say."""
+    analyze = getattr(compiled, "memory_analysis", None)
+    found = None if analyze is None else analyze()
+    return None if found is None else int(found.temp_size_in_bytes)
+
+
 def submit(function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> Future[_Result]:
     """Start a call in the pool of compile threads. The call must not wait for another of these calls.
 

@@ -12,7 +12,7 @@ import torch
 
 import torch_api
 
-pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized, pytest.mark.usefixtures("unoptimized_training")]
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +61,48 @@ def test_jaxpr_and_hlo_have_the_text_of_each_program_that_is_compiled(turned_on)
     assert "f32[636]" in hlo
 
 
+def test_plan_and_memory_tell_of_each_new_set_of_gradients(turned_on):
+    plans, memory = turned_on("plan"), turned_on("memory")
+    optimizer, params = trained((3, 214), writeback="copy")
+    assert plans() == []
+    (layout,) = memory()
+    assert layout.startswith(
+        "MaskedAdamW on cpu: parameters in jax's memory: 0, in 0 buffers of 0 bytes, 0 of them buckets; copied at each"
+    )
+    assert layout.endswith("step: 2 of 5,136 bytes (writeback='copy')")
+    optimizer.step()
+    optimizer.step()
+    (plan,), (_, step) = plans(), memory()
+    explained = str(optimizer.explain())
+    counted = f", {optimizer.explain().bytes_per_step:,} bytes a step"
+    assert plan.split("\n")[:3] == explained.replace(counted, "").split("\n")[:3]
+    assert plan.startswith("MaskedAdamW on cpu: 2 parameters, 1 executable, 1 kernel class, 0 buckets\nlast compilation: step 1")
+    assert step.startswith("MaskedAdamW on cpu: 10,272 bytes of state, 0 of gathered gradients, 5,")
+    params["b"].grad = None
+    optimizer.step()
+    assert len(plans()) == 2
+    assert len(memory()) == 3
+
+
+def test_train_step_has_the_same_logs(turned_on):
+    model = torch.nn.Linear(3, 5)
+    optimizer = torch_api.MaskedAdamW(model.named_parameters())
+    train_step = torch_api.JaxTrainStep(model, lambda model, x: model(x).square().mean(), optimizer)
+    logs = {name: turned_on(name) for name in ("plan", "jaxpr", "hlo", "recompiles", "memory")}
+    for _ in range(2):
+        train_step(torch.randn(2, 3))
+    title = "JaxTrainStep of MaskedAdamW on cpu: "
+    assert logs["recompiles"]() == [f"{title}step 1 compiled 1 program: it is the first step"]
+    assert [len(messages()) for messages in logs.values()] == [1, 1, 1, 1, 1]
+    starts = {
+        "plan": "2 parameters, 1 executable",
+        "jaxpr": "jaxpr of the train program\n",
+        "hlo": "optimized HLO of the train program\nHloModule",
+    }
+    for name, start in (starts | {"memory": "160 bytes of state, 0 of gathered gradients"}).items():
+        assert logs[name]()[0].startswith(title + start), logs[name]()[0][:200]
+
+
 def test_level_of_the_root_logger_turns_nothing_on_and_that_of_maskbridge_all(caplog):
     caplog.set_level(logging.DEBUG)
     optimizer, params = trained((3, 213))
@@ -70,7 +112,7 @@ def test_level_of_the_root_logger_turns_nothing_on_and_that_of_maskbridge_all(ca
     caplog.set_level(logging.INFO, "maskbridge")
     params["a"].grad = None
     optimizer.step()
-    assert ours() == {f"maskbridge.{name}" for name in ("jaxpr", "hlo", "recompiles")}
+    assert ours() == {f"maskbridge.{name}" for name in ("plan", "jaxpr", "hlo", "recompiles", "memory")}
 
 
 @pytest.mark.slow

@@ -44,6 +44,14 @@ class _Factory:
     renames_lr: bool = False
     is_lookahead: bool = False
 
+    @property
+    def __name__(self) -> str:
+        """The name of the function; of a ready transformation, the name of the function that made it."""
+        tx = self.tx.value
+        if _is_transformation(tx) and not isinstance(tx, OptimizerDef):
+            return getattr(tx.update, "__qualname__", type(tx).__name__).partition(".")[0]
+        return getattr(tx, "__name__", type(tx).__name__)
+
     def __call__(self, **hyperparams: object) -> optax.GradientTransformation:
         transformation = self._transformation(hyperparams)
         return over_plain_params(transformation) if self.is_lookahead else transformation

@@ -127,7 +127,12 @@ def _is_specific_to_one_set(plan: update.UpdatePlan) -> bool:
 
 def describe_reasons(before: RecompileInputs, now: RecompileInputs) -> str:
     """Return the differences between the inputs of two steps, as text."""
-    causes = []
+    return "; ".join(list_reasons(before, now)) or "nothing that a program is known to depend on has changed"
+
+
+def list_reasons(before: RecompileInputs, now: RecompileInputs) -> list[str]:
+    """Return the differences between the inputs of two steps."""
+    causes: list[str] = []
     if before.clip != now.clip:
         causes.append(f"max_grad_norm is {'set' if now.clip else 'None'} now")
     if before.scaled != now.scaled:
@@ -144,7 +149,7 @@ def describe_reasons(before: RecompileInputs, now: RecompileInputs) -> str:
     causes += (
         [f"{few_names(sorted(old.keys() - new.keys()))} no longer take part, frozen or without gradient"] if old.keys() - new.keys() else []
     )
-    return "; ".join(causes) or "nothing that a program is known to depend on has changed"
+    return causes
 
 
 def _list_changes(before: update.LeafPlan, now: update.LeafPlan) -> Iterable[str]:

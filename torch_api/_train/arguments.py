@@ -15,7 +15,7 @@ import torch
 from bridge._autograd.fast_signature import is_dense
 from bridge._compat.lookup import SAFE_MODE
 from bridge._compiler.spec import LeafSpec, Signature
-from bridge._interop.dlpack import dense_order
+from bridge._interop.dlpack import ALIGNMENT, dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import why_unreadable
 from bridge._memory import adoption, jax_buffers
@@ -26,6 +26,7 @@ from torch_api._params.record import ParamRecord
 from torch_api._params.sharding import dtensor_layout_of
 from torch_api._step.bound_executable import ProgramOperand
 from torch_api._step.optimizer_access import OptimizerAccess
+from torch_api._step.summaries import CopySummary
 from torch_api.optimizer import OptaxOptimizer
 
 from .batch import CLS_NAME
@@ -155,6 +156,25 @@ def _spec(tensor: torch.Tensor, order: tuple[int, ...] | None) -> LeafSpec:
 def _dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     order = dense_order(tensor)
     return None if order is None or order == tuple(range(tensor.ndim)) else order
+
+
+def summarize_copies_of_module(
+    module_guard: ModuleGuard, copied_buffers: Sequence[torch.Tensor], per_call_inputs: Sequence[PerCallInput]
+) -> list[CopySummary]:
+    """Return which buffers and frozen tensors each call copies, and why."""
+    found = [("buffer", tensor, adoption.why_not_adoptable(tensor)) for tensor in copied_buffers]
+    for _, tensor, _, view in per_call_inputs if SAFE_MODE is False else ():
+        if tensor.device.type == "cpu" and (view is None or tensor.data_ptr() % ALIGNMENT):
+            unaligned = f"its memory does not begin at a multiple of {ALIGNMENT} bytes"
+            found.append(("frozen tensor", tensor, unaligned if view is not None else "it is not dense, or the program writes its memory"))
+    names = {id(tensor): name for name, tensor in (*module_guard.params.items(), *module_guard.buffers.items())}
+    by_reason: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for what, tensor, reason in found:
+        by_reason.setdefault((what, reason), []).append(tensor)
+    return [
+        CopySummary(what, reason, sum(tensor.nbytes for tensor in tensors), tuple(names[id(tensor)] for tensor in tensors))
+        for (what, reason), tensors in by_reason.items()
+    ]
 
 
 # ------------------------------------------------------------------ what cannot be trained in one program

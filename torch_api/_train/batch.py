@@ -6,7 +6,7 @@ import copy
 import enum
 from collections.abc import Hashable, Mapping, Sequence
 from types import FunctionType
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from jax.core import Tracer
 from jax.tree_util import DictKey
 
+from bridge._compat.types import PyTreeDef
 from bridge._interop.containers import own_attributes, with_values
 from bridge._interop.dlpack import to_jax
 from bridge._interop.tensor_storage import why_unreadable
@@ -26,6 +27,8 @@ _STATIC_TYPES = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 # An argument of a program. On the CPU, a tensor is a NumPy view.
 _Argument: TypeAlias = jax.Array | np.ndarray | np.generic
+LeafKind: TypeAlias = tuple[Hashable, ...]
+BatchSignature: TypeAlias = tuple[PyTreeDef, tuple[LeafKind, ...]]  # the structure of a batch, and the kind of each leaf
 
 
 class _StaticLeaf:
@@ -47,7 +50,7 @@ class Batch:
     def __init__(self, batch: PyTree, device: torch.device, real: type[np.floating] = np.float32) -> None:
         leaves, self.tree = jax.tree.flatten(batch)
         self.arrays: list[_Argument] = []
-        kinds = []
+        kinds: list[LeafKind] = []
         for position, x in enumerate(leaves):
             if isinstance(x, torch.Tensor):
                 kinds.append((torch.Tensor, x.shape, x.dtype))
@@ -69,13 +72,23 @@ class Batch:
                     f"{CLS_NAME}: item {position} of the batch is a {type(x).__name__}; expected tensors, arrays, numbers, strings, or "
                     "lists, tuples and mappings of them. Convert it before the call."
                 )
-        self.signature = self.tree, tuple(kinds)
+        self.signature: BatchSignature = self.tree, tuple(kinds)
 
     def unflatten(self, traced: Sequence[_Argument]) -> tuple[PyTree, ...]:
         """Return the arguments with these arrays in place of the traced leaves."""
         rest = iter(traced)
         _, kinds = self.signature
         return self.tree.unflatten([kind[1] if kind[0] is _StaticLeaf else next(rest) for kind in kinds])
+
+
+def describe_kind(kind: LeafKind) -> str:
+    """Return an item of a signature as text: the value of a static leaf, or dtype and shape of a traced one."""
+    if kind[0] is _StaticLeaf:
+        return repr(kind[1])
+    if kind == (float,):
+        return "a float"
+    _, shape, dtype = kind
+    return f"{dtype}{list(cast('tuple[int, ...]', shape))}".removeprefix("torch.")
 
 
 def _check_array(x: _Argument, position: int) -> _Argument:

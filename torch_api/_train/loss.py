@@ -30,6 +30,8 @@ class TracedLoss:
     """`loss_fn(module, *batch)` as a function of arrays.
 
     It maps (params, buffers, batch, seed) to the loss, a list of the arrays in aux, and a list of the new buffers.
+
+    batch_signature, module_signature: the signatures for which it is traced.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class TracedLoss:
     ) -> None:
         self._module, self._loss_fn, self._has_aux, self._batch = module, loss_fn, has_aux, batch
         self._names = list(module_guard.params), list(module_guard.buffers)
+        self.batch_signature, self.module_signature = batch.signature, module_guard.signature
         given = [*(numpy_dtype(p.dtype) for p in module_guard.params.values()), *(x.dtype for x in batch.arrays)]
         wide = any(dtype in (np.float64, np.complex128) for dtype in given)
         self.keeps_64_bits: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]

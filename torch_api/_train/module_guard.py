@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -17,6 +18,22 @@ _metadata = attrgetter("shape", "dtype", "requires_grad")
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
+
+
+_Attribute: TypeAlias = tuple[str, tuple[Hashable, ...] | None]
+
+
+class ModuleSignature(NamedTuple):
+    """The properties of a module that a traced loss depends on.
+
+    modules: the submodules. attributes: the attributes of all of them, in their order. hooks: their forward hooks. tensors: name, shape and
+    dtype of each parameter and buffer.
+    """
+
+    modules: tuple[torch.nn.Module, ...]
+    attributes: tuple[_Attribute, ...]
+    hooks: tuple[ById, ...]
+    tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class ModuleGuard:
@@ -45,11 +62,11 @@ class ModuleGuard:
         self._tensor_metadata = self._read_tensor_metadata()
 
     @property
-    def signature(self) -> tuple[Hashable, ...]:
+    def signature(self) -> ModuleSignature:
         """The properties of the module that a traced loss depends on."""
         kinds = tuple((name, t.shape, t.dtype) for name, t in (*self.params.items(), *self.buffers.items()))
         hooks = tuple(ById(hook) for m in self._modules for name in _HOOKS for hook in getattr(m, name).values())
-        return tuple(self._modules), tuple(self._plain_attributes), hooks, kinds
+        return ModuleSignature(tuple(self._modules), tuple(self._plain_attributes), hooks, kinds)
 
     def is_unchanged(self) -> bool:
         """Return whether nothing has changed since the last refresh."""
@@ -81,7 +98,7 @@ class ModuleGuard:
     def _read_attribute_values(self) -> list[object]:
         return list(chain.from_iterable([get(own) for get, own in zip(self._getters, self._attribute_dicts, strict=True)]))
 
-    def _read_plain_attributes(self) -> list[tuple[str, Hashable]]:
+    def _read_plain_attributes(self) -> list[_Attribute]:
         return [(name, _description(value)) for own in self._attribute_dicts for name, value in own.items()]
 
 
@@ -101,3 +118,11 @@ def _description(value: object) -> tuple[Hashable, ...] | None:
     if isinstance(value, tuple):
         return tuple, *map(_description, value)
     return (type(value), value) if isinstance(value, _PLAIN_TYPES) else None
+
+
+def plain_value(description: object) -> object:
+    """Return the value that `_description` has described; `...` for one that is not plain."""
+    if description is None:
+        return ...
+    kind, *parts = cast("tuple[object, ...]", description)
+    return tuple(map(plain_value, parts)) if kind is tuple else parts[0]

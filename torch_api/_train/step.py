@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import _process
+from bridge import _logs, _process
 from bridge._compiler.plan import UpdatePlan
 from bridge._compiler.spec import GRADS_PLACEHOLDER, NO_EXTRA_ARGS, ById, ExtraArgsSpec
 from bridge._interop.dlpack import device_of, to_jax, to_torch
@@ -32,8 +32,10 @@ from torch_api._step.bound_executable import BoundExecutable, ProgramOperand
 from torch_api._step.extra_args import ExtraArgs, are_64bit
 from torch_api._step.launch_cache import LaunchCache
 from torch_api._step.optimizer_access import OptimizerAccess
-from torch_api._step.recompile_reasons import CacheInfo
+from torch_api._step.recompile_reasons import CacheInfo, RecompileInputs
+from torch_api._step.summaries import describe_step_memory
 from torch_api._step.transaction import StepTransaction
+from torch_api.explain import Explanation
 from torch_api.optimizer import OptaxOptimizer
 
 from .arguments import (
@@ -46,8 +48,10 @@ from .arguments import (
     check_same_params,
     refuse_autocast,
     refuse_keywords,
+    summarize_copies_of_module,
 )
 from .batch import CLS_NAME, Batch
+from .compile_reasons import CompiledPrograms, CompileInputs
 from .loss import ModuleLossJaxpr, trace_loss
 from .module_guard import ModuleGuard
 
@@ -155,6 +159,7 @@ class JaxTrainStep:
         # Which call updates is decided before its hooks run. So with several calls for one update, calls of other threads wait.
         self._call_lock: AbstractContextManager[object] = threading.RLock() if accumulate > 1 else nullcontext()
         self._hits = self._misses = self._compilations = 0
+        self._compiled, self._last_key = CompiledPrograms(), None  # `_last_key`: that of the last call in `_bound_programs`
         self._loss_placeholder: jax.Array | None = None
         with self._access.transaction():
             self._refresh()
@@ -182,6 +187,36 @@ class JaxTrainStep:
     def cache_info(self) -> CacheInfo:
         """Return how many calls found their program in the cache, and how many programs were used and compiled."""
         return CacheInfo(self._hits, self._misses, len(self._programs), self._compilations)
+
+    def explain(self) -> Explanation:
+        """Return what the last call ran: its program, kernel classes, buckets, bytes, copies, and why the last compilation happened.
+
+        It prints as text, as tables in a notebook, and has fields (`explain().copies`), as that of the optimizer. `MASKBRIDGE_LOGS=plan`
+        logs the same text for each new kind of call.
+        """
+        return self._explain(self._bound_programs.get(self._last_key))
+
+    def _explain(self, bound: BoundTrainProgram | None, counts_bytes: bool = True) -> Explanation:
+        copies = [] if bound is None else summarize_copies_of_module(self._module_guard, bound.copied_buffers, bound.per_call_inputs)
+        return Explanation(
+            self._subject,
+            [] if bound is None else [bound.launch],
+            [leaf for leaf in self._access.trainable if leaf.spec is not None],
+            self._compiled.last,
+            self.cache_info(),
+            counts_bytes=counts_bytes,
+            computes_grads=True,
+            copies=copies,
+        )
+
+    @property
+    def _subject(self) -> str:
+        """The first words of logs and explanations."""
+        return f"{self._title} on {self._device}"
+
+    @property
+    def _title(self) -> str:
+        return f"{CLS_NAME} of {type(self._optimizer).__name__}"
 
     @disable_torch_compile
     def __call__(self, *batch: PyTree, **extra_args: PyTree) -> Any:
@@ -268,6 +303,8 @@ class JaxTrainStep:
             if bound is None:
                 return None
             self._bound_programs[key] = bound
+            self._log_prepared(bound)
+        self._last_key = key
         return PreparedCall(forward, bound, items, hyperparams, extra_arrays)
 
     def _run(self, transaction: StepTransaction, prepared: PreparedCall, updates: bool) -> call.TrainResult:
@@ -478,9 +515,14 @@ class JaxTrainStep:
             self._module_guard.refresh()  # adoption has moved buffers, and alignment has moved weights
             if key not in self._programs:
                 with transaction.locks.interruptible():
-                    program = train_program.TrainProgram(task, updates)
+                    program = train_program.TrainProgram(task, updates, self._title)
                 self._programs[key] = program
                 self._compilations += 1
+                names_and_plans = [([leaf.name for leaf in block.leaves], block.leaf_plan) for block in operands]
+                inputs = RecompileInputs(names_and_plans, plan.clip, plan.has_loss_scale, plan.finite_check_done, plan.extra)
+                traced = forward.function
+                compiled_for = CompileInputs(traced.batch_signature, traced.module_signature, inputs, updates)
+                self._compiled.record(self._subject, self._hits + self._misses + 1, compiled_for)
                 self._warn_of_many_programs()
             return self._programs[key]
 
@@ -503,6 +545,13 @@ class JaxTrainStep:
         )
         params_reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.params_reached]
         return BoundTrainProgram(program, launch, *own, params_reached)
+
+    def _log_prepared(self, bound: BoundTrainProgram) -> None:
+        """Log the program of a kind of call that is new."""
+        if _logs.is_on(_logs.PLAN):
+            _logs.PLAN.info("%s", self._explain(bound, counts_bytes=False))
+        if _logs.is_on(_logs.MEMORY):
+            _logs.MEMORY.info("%s: %s", self._subject, describe_step_memory([bound.launch], computes_grads=True))
 
     def _module_names_by_path(self) -> dict[str, str]:
         """Return the module's name of each parameter by the dotted path that the transformation sees."""
