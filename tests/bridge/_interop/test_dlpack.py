@@ -153,7 +153,7 @@ def test_tracer_raises_and_is_named():
 def test_missing_device_raises_with_advice():
     if "cuda" in {d.platform for d in jax.devices()}:
         pytest.skip("jax sees a GPU here")
-    with pytest.raises(RuntimeError, match=r"jax has no gpu backend.*maskbridge\[cuda\]"):
+    with pytest.raises(RuntimeError, match=r"jax has no gpu backend.*maskbridge\[cuda13\]"):
         dlpack._jax_device("cuda", 0)
 
 
