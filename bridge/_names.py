@@ -1,13 +1,18 @@
-"""Names of parameters: dotted names, key paths, nested dicts, and suggestions for misspelled names."""
+"""Names of parameters and arguments: dotted names, key paths, nested dicts, other names, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def path_name(path: Sequence[object]) -> str:
@@ -46,6 +51,39 @@ def _suggestion(text: str, known: Sequence[str]) -> str:
     close = [folded[name] for name in difflib.get_close_matches(text.casefold(), folded, n=3, cutoff=0.5)]
     below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
     return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?" if below or close else ""
+
+
+def rename_learning_rate(title: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments or a param group by name, with `learning_rate` renamed to `lr`.
+
+    Raises:
+      TypeError: both names are given. The text begins with the title.
+    """
+    if "learning_rate" not in values:
+        return dict(values)
+    if "lr" in values:
+        raise TypeError(f"{title}: both lr and learning_rate are given; expected one of them.")
+    return {"lr" if name == "learning_rate" else name: value for name, value in values.items()}
+
+
+def accepts_learning_rate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let a function or constructor take its argument `lr` also under optax's name `learning_rate`. A decorator.
+
+    The signature shows `lr` alone. A function without `lr`, or with both, is returned as it is.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "lr" not in names or "learning_rate" in names:
+        return function
+    title = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if "learning_rate" not in kwargs:
+            return function(*args, **kwargs)
+        by_position = {"lr": None} if len(args) > names.index("lr") else {}
+        return function(*args, **rename_learning_rate(title, by_position | kwargs))
+
+    return call
 
 
 Path = tuple[str, ...]

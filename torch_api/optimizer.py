@@ -26,7 +26,7 @@ from bridge._compiler.spec import EMA_PARAM, GRADS_PLACEHOLDER, NO_EXTRA_ARGS, B
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._ir.types import PyTree
-from bridge._names import tree_paths
+from bridge._names import accepts_learning_rate, tree_paths
 from bridge._process import disable_torch_compile
 from bridge._runtime import execute
 from bridge._runtime.transaction import Transaction
@@ -35,7 +35,7 @@ from bridge._warnings import stack_level
 
 from . import explain, options, report
 from . import state_dict as checkpoint
-from ._params import buckets, param_groups
+from ._params import buckets, param_groups, saved_groups
 from ._params.hyperparam_table import HyperparamTable
 from ._params.record import (
     ParamDecision,
@@ -55,7 +55,7 @@ from ._rules.optimizer_spec import OptimizerSpec
 from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, StateDict, Transformation
 from ._step import grad_scaler, hooks
 from ._step.bound_executable import BoundExecutable, restore_values
-from ._step.closure import Closure
+from ._step.closure import Closure, raise_for_closure
 from ._step.extra_args import ExtraArgs
 from ._step.grad_scaler import LossScale
 from ._step.guards import Guards
@@ -102,8 +102,9 @@ class OptaxOptimizer(SelectorOptimizer):
         each update of p. It starts at the weights before the first update, and is in float32 for half types.
         `ema_params()` swaps it in.
       **hyperparams: the hyperparameters of a function or definition. Each number lives in `param_groups` and may change at
-        any step at no cost. `lr` is the function's `learning_rate`. If the function has none, if its learning rate is a
-        schedule, or if `tx` is a transformation, `lr` multiplies the update (default 1.0; 0 changes nothing).
+        any step at no cost. `lr` is the function's `learning_rate`, and may be given by this name. If the function has none, if
+        its learning rate is a schedule, or if `tx` is a transformation, `lr` multiplies the update (default 1.0; 0 changes
+        nothing).
 
     `step` waits for its results. Parameters with `requires_grad=False` are frozen even with a stale `.grad` (torch.optim
     would still update them). A parameter whose `.grad` is None keeps its value, state and step count, if the transformation
@@ -135,6 +136,7 @@ class OptaxOptimizer(SelectorOptimizer):
         super().__init_subclass__(**arguments)
         if "__init__" in cls.__dict__:
             show_shared_arguments(cls.__dict__["__init__"])
+            cls.__init__ = accepts_learning_rate(cls.__dict__["__init__"])
 
     max_grad_norm: Any = ValidatedAttribute()
     ema_decay: Any = ValidatedAttribute()
@@ -198,7 +200,7 @@ class OptaxOptimizer(SelectorOptimizer):
         self._extra_spec, self._extra_arg_names, self._used_executables = NO_EXTRA_ARGS, (), UsedExecutables(type(self).__name__)
         self._group_keys: list[tuple[str, ...]] = []  # the keys of each group at the last check
         self._loss_scale, self._swap, self._guards, self._state_access = LossScale(), ParameterSwap(), Guards(), StateAccess()
-        self._warned_of_copies = self._warned_of_frozen = False
+        self._warned_of_copies = self._warned_of_no_gradients = False
 
     def _optimizer_spec_of(self, group: ParamGroup) -> OptimizerSpec:
         """Return the `OptimizerSpec` that updates the parameters of a group."""
@@ -270,16 +272,32 @@ class OptaxOptimizer(SelectorOptimizer):
             _logs.MEMORY.info("%s: %s", self._subject, describe_layout(trained))
         self._warn_of_copies()
 
-    def _warn_of_frozen(self) -> None:
-        """Warn once about a step that updates nothing because every gradient belongs to a frozen parameter."""
-        names = [] if self._warned_of_frozen else [leaf.name for leaf in self._records if leaf.param.grad is not None]
-        if names:
-            self._warned_of_frozen = True
-            warnings.warn(
-                f"{type(self).__name__}.step updated nothing: the only gradients are of frozen parameters ({few_names(names)}). report() "
-                "says what froze each of them: the mask, trainable=False of its group, or requires_grad=False, maybe set after backward().",
-                stacklevel=stack_level(),
+    def _warn_of_no_gradients(self) -> None:
+        """Warn once about a step that updates nothing because no trained parameter has a gradient.
+
+        There is no warning if that is no surprise: no parameter is trained and none has a gradient; a process may have no part of the
+        gradients (FSDP: the parameters are DTensors, or have no elements here); or every lr is 0, as in the step by which
+        torch.distributed.checkpoint makes the state.
+        """
+        if self._warned_of_no_gradients or not any(float(group["lr"]) for group in self.param_groups):
+            return
+        frozen = [leaf.name for leaf in self._records if leaf.param.grad is not None]
+        trained = [leaf for leaf in self._trainable if leaf.param.requires_grad]
+        is_sharded = any(leaf.dtensor_layout is not None for leaf in trained) or not any(leaf.param.numel() for leaf in trained)
+        if frozen:
+            why = (
+                f"the only gradients are of frozen parameters ({few_names(frozen)}). report() says what froze each of them: the mask, "
+                "trainable=False of its group, or requires_grad=False, maybe set after backward()."
             )
+        elif not is_sharded:
+            why = (
+                "no parameter has a gradient. Call loss.backward() before step(), and zero_grad() not between the two. If the model was "
+                "copied or moved, make the optimizer of its present parameters. (A JaxTrainStep updates without step().)"
+            )
+        else:
+            return
+        self._warned_of_no_gradients = True
+        warnings.warn(f"{type(self).__name__}.step updated nothing: {why}", stacklevel=stack_level())
 
     def _warn_of_multiplied_lr(self) -> None:
         """Warn once if the given lr multiplies an update that a learning rate multiplies already.
@@ -428,13 +446,15 @@ class OptaxOptimizer(SelectorOptimizer):
         Raises:
           ValueError: a gradient is sparse, its shape, dtype or device differs from its parameter's, or the storage of a gradient or
             parameter was freed. Nothing was updated.
-          TypeError: the transformation takes no extra arguments, or a required one is missing.
+          TypeError: the closure is no function, the transformation takes no extra arguments, or a required one is missing.
         """
         hyper_params = extra_args.pop("hyper_params", None) if self._temporary_hyper_params is not None else None
         if self._swap.swapped_by:
             self._swap.raise_swapped_error(f"{type(self).__name__}.step")
         loss, grads_checked = None, vars(self).pop("_grads_checked", False)
         if closure is not None:
+            if not callable(closure):
+                raise_for_closure(type(self).__name__, closure)
             with torch.enable_grad():
                 loss = closure()
         search = None
@@ -463,7 +483,7 @@ class OptaxOptimizer(SelectorOptimizer):
         with_grad, grads = self._guards.check() or self._slow_path()
         if self._devices != transaction.locks.devices or not with_grad:
             if not with_grad:
-                self._warn_of_frozen()
+                self._warn_of_no_gradients()
             return self._devices == transaction.locks.devices
         extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
         hyperparams = self._hyperparams()
@@ -685,7 +705,9 @@ class OptaxOptimizer(SelectorOptimizer):
         Raises:
           ValueError: groups, parameters, state fields or shapes do not match, or values are damaged. Parameters and state are then as
             before.
+          TypeError: it is no dict.
         """
+        saved_groups.check_is_dict(state_dict)
         with self._transaction(), checkpoint.temporary_hook(self.register_load_state_dict_pre_hook, checkpoint.check_and_align):
             super().load_state_dict(state_dict)
 

@@ -91,6 +91,7 @@ class SelectorOptimizer(StateWatchingOptimizer, ABC):
             rule = self._optimizer_spec_of(param_group)
             for key in param_group.keys() & _CONSTRUCTOR_OPTIONS:
                 raise ValueError(f"{cls_name}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups.")
+            param_group = _names.rename_learning_rate(f"{cls_name}: a param group", param_group)
             param_group = betas.expand_betas(cls_name, param_group, self._betas_of(rule))
             param_groups.convert_sequences(param_group, rule)
             param_groups.check_group(cls_name, self.defaults | param_group, rule)

@@ -37,19 +37,21 @@ class OptionArguments(TypedDict, total=False):
     ema_decay: float | None
 
 
-class PairsArguments(OptionArguments, total=False):
-    """The keyword arguments of `MultiOptimizer`, whose pairs select the parameters."""
-
-    decay_mask: Selector
-    lr_scale: Selector | float
-
-
-class SharedArguments(OptionArguments, total=False):
-    """The keyword arguments that every class for one transformation shares. `OptaxOptimizer` explains them."""
+class SelectorArguments(OptionArguments, total=False):
+    """The keyword arguments of every optimizer apart from hyperparameters. `OptaxOptimizer` explains them."""
 
     mask: Selector
     decay_mask: Selector
     lr_scale: Selector | float
+
+
+class SharedArguments(SelectorArguments, total=False):
+    """The keyword arguments that every class for one transformation shares. `OptaxOptimizer` explains them.
+
+    `learning_rate` is another name of `lr`: type checkers accept it where `lr` has a default, and signatures do not show it.
+    """
+
+    learning_rate: float
 
 
 class OptaxArguments(SharedArguments, total=False):
@@ -127,8 +129,9 @@ def _check_option(cls_name: str, name: str, value: object) -> None:
         raise ValueError(f"{cls_name}: {name} is {value!r}; expected {expected}.")
 
 
-_ARGUMENT_CLASSES = {each.__name__: each for each in (OptionArguments, PairsArguments, SharedArguments, OptaxArguments, BetasArguments)}
+_ARGUMENT_CLASSES = {each.__name__: each for each in (OptionArguments, SelectorArguments, SharedArguments, OptaxArguments, BetasArguments)}
 _SWITCHES = {"capturable": False, "differentiable": False}
+_OTHER_NAMES = {"learning_rate"}
 
 
 def show_shared_arguments(init: Callable[..., None]) -> None:
@@ -140,7 +143,7 @@ def show_shared_arguments(init: Callable[..., None]) -> None:
     found = re.fullmatch(r"Unpack\[(\w+)\]", str(last.annotation))
     if found is None or found[1] not in _ARGUMENT_CLASSES:
         return
-    present = {parameter.name for parameter in own}
+    present = {parameter.name for parameter in own} | _OTHER_NAMES
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=kind.__forward_arg__)
         for name, kind in _ARGUMENT_CLASSES[found[1]].__annotations__.items()

@@ -25,7 +25,7 @@ from ._rules.from_optax import as_optimizer_spec, is_lr_explicit
 from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup
 from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
-from .options import OptionArguments, PairsArguments
+from .options import OptionArguments, SelectorArguments
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -224,7 +224,7 @@ class MultiOptimizer(PartitionedOptimizer):
       params: as in `OptaxOptimizer`.
       *pairs: pairs of a selector and what updates the parameters that it selects: a `bridge.OptimizerDef`, an optax transformation, or
         (function, hyperparameters). The label of the n-th pair is n.
-      **engine: as in `PartitionedOptimizer`, with decay_mask and lr_scale, and without mask.
+      **engine: as in `PartitionedOptimizer`, with `mask`, which freezes further parameters, decay_mask and lr_scale.
 
     Parameters that no selector selects are frozen and have no state. `step(hyper_params=[...])` sets other hyperparameters for one
     step: for each pair None, a dict, or an object with attributes (such as a definition's `hyper_params`).
@@ -246,13 +246,13 @@ class MultiOptimizer(PartitionedOptimizer):
 
     _no_label_message = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
 
-    def __init__(self, params: ParamsT, *pairs: tuple[Selector, object], **engine: Unpack[PairsArguments]) -> None:
+    def __init__(self, params: ParamsT, *pairs: tuple[Selector, object], **engine: Unpack[SelectorArguments]) -> None:
         cls_name = type(self).__name__
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError(f"{cls_name}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
         transforms = {number: definition for number, (_, definition) in enumerate(pairs)}
         selectors = [selector for selector, _ in pairs]
-        super().__init__(params, transforms, selectors, mask=None, **engine)
+        super().__init__(params, transforms, selectors, **engine)
 
     def _split_group(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
         parts = super()._split_group(group, labels)
@@ -309,12 +309,12 @@ class MultiOptimizer(PartitionedOptimizer):
                 raise TypeError(
                     f"{cls_name}: hyper_params of pair {group['label']} is {given!r}; expected None, a dict, or an object with attributes."
                 )
+            title = f"{cls_name}: hyper_params of pair {group['label']}"
             values = given if isinstance(given, Mapping) else {name: getattr(given, name) for name in _fields(given)}
-            for name, value in values.items():
-                key = "lr" if name == "learning_rate" else name
+            for key, value in _names.rename_learning_rate(title, values).items():
                 known = self._defaults_by_label[group["label"]]
                 if key not in group or key not in known:
-                    raise ValueError(f"{cls_name}: unknown hyper_param {name!r} of pair {group['label']}. {did_you_mean(name, known)}")
+                    raise ValueError(f"{cls_name}: unknown hyper_param {key!r} of pair {group['label']}. {did_you_mean(key, known)}")
                 changes.append((group, key, group[key]))
                 group[key] = value
             param_groups.check_group(cls_name, group, self._optimizer_spec_of(group), allowed=group)
@@ -337,7 +337,7 @@ def _named_groups(cls_name: str, params: ParamsT) -> list[MutableParamGroup]:
     given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     result = []
     for group in given:
-        group = param_groups.list_unique_params(cls_name, dict(group))
+        group = param_groups.list_unique_params(cls_name, _names.rename_learning_rate(f"{cls_name}: a param group", group))
         entries = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if entries and all(isinstance(entry, tuple) for entry in entries):
             group["param_names"], entries = [name for name, _ in entries], [p for _, p in entries]

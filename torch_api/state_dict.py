@@ -100,6 +100,7 @@ def check_and_align(optimizer: Checkpointed, state_dict: StateDict) -> StateDict
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         _take_lr_scale(own, group)
         expand_betas_entry(group, optimizer._betas_of(optimizer._optimizer_spec_of(own)))
+        saved_groups.check_optimizer(type(optimizer).__name__, own, group, optimizer._optimizer_spec_of(own).hyperparams)
         for key in (own.keys() & (FLAGS | {TRAINABLE_PARAMS}) | optimizer.defaults.keys()) - group.keys():
             group[key] = own.get(key, optimizer.defaults.get(key))
         if group.get("label") != own.get("label") and optimizer._is_partitioned:

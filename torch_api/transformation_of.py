@@ -22,12 +22,6 @@ from ._rules.types import ParamGroup
 from .optimizer import OptaxOptimizer
 
 FROZEN_LABEL = "frozen"  # the label of parameters that are not trained
-_SPECS_BY_TORCH_CLASS: dict[str, OptimizerSpec] = {
-    "Adam": torch_rules.ADAM, "AdamW": torch_rules.ADAM, "SGD": torch_rules.SGD, "RMSprop": torch_rules.RMSPROP,
-    "Adagrad": torch_rules.ADAGRAD, "Adadelta": torch_rules.ADADELTA, "Adamax": torch_rules.ADAMAX, "NAdam": torch_rules.NADAM,
-    "RAdam": torch_rules.RADAM, "Rprop": torch_rules.RPROP, "ASGD": torch_rules.ASGD, "Muon": torch_rules.MUON,
-    "Adafactor": torch_rules.ADAFACTOR,
-}  # fmt: skip
 
 
 class Param(NamedTuple):
@@ -107,7 +101,7 @@ def optimizer_spec_of(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Op
     """Return the `OptimizerSpec` that updates a group; None for a torch class that has none."""
     if isinstance(optimizer, OptaxOptimizer):
         return optimizer._optimizer_spec_of(group)
-    named = (_SPECS_BY_TORCH_CLASS.get(cls.__name__) for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
+    named = (torch_rules.SPECS_BY_CLASS.get(cls.__name__) for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
     return next((rule for rule in named if rule is not None), None)
 
 

@@ -6,7 +6,7 @@ the parameters. `maximize` negates the gradient first. Leaves are real: a comple
 torch.optim uses too.
 
 Scalars are Python floats or traced float64 scalars. Bias corrections are computed before the cast to the leaf's dtype, because
-1 - 0.999 loses digits in float32.
+1 - 0.999 loses digits in float32. Each function takes `lr` also under optax's name `learning_rate`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import optax
+
+from bridge._names import accepts_learning_rate
 
 from .per_leaf import (
     Scalar,
@@ -30,6 +32,7 @@ from .per_leaf import (
 )
 
 
+@accepts_learning_rate
 def adam(
     lr: Scalar = 1e-3,
     betas: tuple[Scalar, Scalar] = (0.9, 0.999),
@@ -72,6 +75,7 @@ def adam(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def sgd(
     lr: Scalar = 1e-3,
     momentum: Scalar | None = None,
@@ -108,6 +112,7 @@ def sgd(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def rmsprop(
     lr: Scalar = 1e-2,
     alpha: Scalar = 0.99,
@@ -152,6 +157,7 @@ def rmsprop(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def adagrad(
     lr: Scalar = 1e-2,
     lr_decay: Scalar = 0.0,
@@ -179,6 +185,7 @@ def adagrad(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def adadelta(
     lr: Scalar = 1.0, rho: Scalar = 0.9, eps: Scalar = 1e-6, weight_decay: Scalar = 0.0, *, maximize: bool = False
 ) -> optax.GradientTransformation:
@@ -204,6 +211,7 @@ def adadelta(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def adamax(
     lr: Scalar = 2e-3,
     betas: tuple[Scalar, Scalar] = (0.9, 0.999),
@@ -231,6 +239,7 @@ def adamax(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def nadam(
     lr: Scalar = 2e-3,
     betas: tuple[Scalar, Scalar] = (0.9, 0.999),
@@ -275,6 +284,7 @@ def nadam(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def radam(
     lr: Scalar = 1e-3,
     betas: tuple[Scalar, Scalar] = (0.9, 0.999),
@@ -313,6 +323,7 @@ def radam(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def rprop(
     lr: Scalar = 1e-2,
     etas: tuple[Scalar, Scalar] = (0.5, 1.2),
@@ -345,6 +356,7 @@ def rprop(
     return per_leaf(init_leaf, update_leaf)
 
 
+@accepts_learning_rate
 def asgd(
     lr: Scalar = 1e-2,
     lambd: Scalar = 1e-4,

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from bridge._names import accepts_learning_rate
+
 from .per_leaf import Scalar, State, Update, cast_scalars, initial_count, lerp, per_leaf, scaled_update, widest_float
 
 # The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as possible.
@@ -68,6 +70,7 @@ def newton_schulz(
     return (jax.lax.optimization_barrier(x.reshape(-1)).reshape(rows, columns).T if tall else x).astype(matrix.dtype)
 
 
+@accepts_learning_rate
 def muon(
     lr: Scalar = 1e-3,
     weight_decay: Scalar = 0.1,
@@ -91,6 +94,7 @@ def muon(
     return muon_with(direction, lr, weight_decay, momentum, nesterov, adjust_lr_fn)
 
 
+@accepts_learning_rate
 def muon_with(
     direction: Callable[[jax.Array], jax.Array],
     lr: Scalar,
@@ -114,6 +118,7 @@ def muon_with(
     return per_leaf(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, update_leaf)
 
 
+@accepts_learning_rate
 def adafactor(
     lr: Scalar = 1e-2,
     beta2_decay: Scalar = -0.8,

@@ -130,7 +130,7 @@ NEAR = {
     "wieght_decay": "weight_decay",
     "weihgt_deacy": "weight_decay",
     "weightDecay": "weight_decay",
-    "learning_rate": "lr",
+    "learning_rates": "lr",
     "learnig_rate": "lr",
     "LR": "lr",
     "lable": "label",

@@ -114,6 +114,13 @@ def over_one_memory(optimizer):
 
 PARAMETERS = [
     Bad("no parameters", lambda _: MaskedAdamW([])),
+    Bad("a module", lambda net: MaskedAdamW(net["head"])),
+    Bad("a method that was not called", lambda net: MaskedAdamW(net.parameters)),
+    Bad("a state_dict of the model", lambda net: MaskedAdamW(net.state_dict())),
+    Bad("a group without a list around it", lambda net: MaskedAdamW({"params": net.parameters()})),
+    Bad("a module in a group", lambda net: MaskedAdamW([{"params": net["head"]}])),
+    Bad("a list of modules", lambda net: MaskedAdamW([net["body"], net["head"]])),
+    Bad("a list of iterators", lambda net: MaskedAdamW([net["body"].parameters(), net["head"].parameters()])),
     Bad("a vector for Muon", lambda net: MaskedMuon(net.named_parameters())),
     Bad("a complex parameter for Muon", lambda _: MaskedMuon([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])),
     Bad("a complex parameter for Adafactor", lambda _: MaskedAdafactor([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])),
@@ -146,6 +153,10 @@ def loses_all():
 def by_truth(lr, weight_decay=0.1):
     """A factory that tests its decay for truth, so that the decay cannot be traced."""
     return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr)) if weight_decay else optax.sgd(lr)
+
+
+def sgd_of(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 # (class, argument, value that torch refuses); the error texts are torch's.
@@ -193,6 +204,9 @@ ARGUMENTS = [
     Bad("fused with differentiable", adamw(fused=True, differentiable=True)),
     Bad("an option that is no bool", adamw(amsgrad=1)),
     Bad("lr that is no number", adamw(lr="fast")),
+    Bad("a schedule as lr", adamw(lr=optax.cosine_decay_schedule(0.1, 10))),
+    Bad("a schedule as lr of a group", group(lr=optax.cosine_decay_schedule(0.1, 10))),
+    Bad("a scheduler of torch as lr", lambda net: MaskedAdamW(net.parameters(), lr=torch.optim.lr_scheduler.StepLR(sgd_of(net), 2))),
     Bad("lr of two elements", adamw(lr=torch.tensor([0.1, 0.2]))),
     Bad("a bad write-back", adamw(writeback="fast")),
     Bad("a norm of zero", adamw(max_grad_norm=0)),
@@ -220,7 +234,14 @@ ARGUMENTS = [
     Bad("a factory without an argument that it needs", with_optax(optax.lamb)),
     Bad("an unknown argument of a factory", with_optax(optax.adam, lr=0.1, beta=0.9)),
     Bad("hyperparams beside a ready transformation", with_optax(optax.adam(0.1), b1=0.9)),
+    Bad("an optimizer class", with_optax(torch.optim.AdamW, lr=0.1)),
+    Bad("a class of this package", with_optax(torch_api.MaskedLion, lr=0.1)),
+    Bad("an optimizer", lambda net: OptaxOptimizer(net.parameters(), sgd_of(net))),
+    Bad("a module for the transformation", lambda net: OptaxOptimizer(net.parameters(), net)),
+    Bad("a schedule for the transformation", with_optax(optax.cosine_decay_schedule(0.1, 10))),
     Bad("lr and learning_rate", with_optax(optax.adam, lr=0.1, learning_rate=0.1)),
+    Bad("lr and learning_rate of a class", adamw(lr=0.1, learning_rate=0.1)),
+    Bad("lr and learning_rate of a group", group(lr=0.1, learning_rate=0.1)),
     Bad("a transformation that changes the structure of its state", with_optax(changes_structure())),
     Bad("a transformation that loses parameters", with_optax(loses_all())),
     Bad("a factory that makes none", with_optax(lambda lr: "adam", lr=0.1)),
@@ -376,6 +397,9 @@ STEPS = [
         stepped(after=lambda opt: opt.state[params_of(opt)[0]].pop("exp_avg_sq")),
     ),
     Bad("an argument that nothing reads", lambda opt: opt.step(value=1.0), stepped()),
+    Bad("the loss", lambda opt: opt.step(torch.ones(())), stepped()),
+    Bad("the loss as a number", lambda opt: opt.step(1.5), stepped()),
+    Bad("gradients", lambda opt: opt.step({"head": 0.0}), stepped()),
     Bad(
         "no value for a transformation that needs one",
         lambda opt: opt.step(),
@@ -444,6 +468,11 @@ def shared_of_another_size(saved):
 
 CHECKPOINTS = [
     Bad("a dict without param_groups", **loading(lambda d: d.pop("param_groups"))),
+    Bad("a state_dict of the model", lambda opt: opt.load_state_dict(model().state_dict()), stepped()),
+    Bad("a checkpoint that has it as an entry", lambda opt: opt.load_state_dict({"epoch": 3, "optimizer": opt.state_dict()}), stepped()),
+    Bad("a state of optax", lambda opt: opt.load_state_dict(to_optax_state(opt, optax.adam(0.1))), stepped()),
+    Bad("a checkpoint of torch.optim.SGD", lambda opt: opt.load_state_dict(sgd_of(model()).state_dict()), stepped()),
+    Bad("a checkpoint of AdamW for SGD", lambda opt: opt.load_state_dict(adamw()(model()).state_dict()), lambda net: MOMENTUM(net)),
     Bad(
         "another number of groups", **loading(lambda d: d["param_groups"].append(d["param_groups"][0] | {"params": [], "param_names": []}))
     ),
@@ -521,6 +550,8 @@ LABELS = [
     Bad("hyper_params that are no list", lambda opt: opt.step(hyper_params={"lr": 0.1}), pairs(*TWO)),
     Bad("too few hyper_params", lambda opt: opt.step(hyper_params=[None]), pairs(*TWO)),
     Bad("hyper_params of one pair that are a number", lambda opt: opt.step(hyper_params=[None, 0.1]), pairs(*TWO)),
+    Bad("an optimizer class for a label", lambda net: parts(a=optax.sgd(0.1), b=torch.optim.SGD)(net)),
+    Bad("lr and learning_rate of a pair", lambda opt: opt.step(hyper_params=[{"lr": 0.1, "learning_rate": 0.1}, None]), pairs(*TWO)),
     Bad("an unknown hyper_param", lambda opt: opt.step(hyper_params=[{"momentum": 0.9}, None]), pairs(*TWO)),
 ]
 

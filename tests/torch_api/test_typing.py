@@ -34,6 +34,8 @@ torch_api.OptaxOptimizer(model.parameters(), optax.adamw, lr=1e-3, state_dtype=t
 torch_api.OptaxOptimizer(model.parameters(), bridge.Adam(learning_rate=1e-3))
 torch_api.MaskedLion([{"params": model.parameters(), "lr": 0.1}], lr=1e-3, betas=(0.9, 0.99), mask=lambda name, p: p.ndim > 1)
 torch_api.MultiOptimizer(model.named_parameters(), ("*.bias", bridge.Momentum(learning_rate=0.1)), state_dtype=torch.float32)
+torch_api.MaskedSGD(model.parameters(), learning_rate=0.1)
+torch_api.MultiOptimizer(model.named_parameters(), ("*.bias", bridge.rules.sgd(lr=0.1)), mask="weight")
 good.set_trainable("weight", False)
 bridge.to_jax(torch.ones(3)).block_until_ready()
 bridge.to_torch(bridge.to_jax(torch.ones(3))).numpy()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import numpy as np
@@ -189,7 +190,17 @@ def _check_type(cls_name: str, key: str, value: object, default: object, static:
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {key} must be 1-element")
     elif not (is_number(value) or is_scalar_array(value)):
+        if key == "lr" and (callable(value) or isinstance(value, torch.optim.lr_scheduler.LRScheduler)):
+            raise TypeError(
+                f"{cls_name}: lr is a schedule ({_name_of(value)}); expected a number. Give a number, and a scheduler of "
+                "torch.optim.lr_scheduler to the optimizer (LambdaLR takes a function of the step), or use a function of optax: "
+                "OptaxOptimizer(params, optax.adamw, lr=schedule)."
+            )
         raise TypeError(f"{cls_name}: {key!r} is {value!r}; expected a number.")
+
+
+def _name_of(value: object) -> str:
+    return getattr(value, "__name__", type(value).__name__)
 
 
 def _fits_default(value: object, default: object) -> bool:
@@ -298,10 +309,48 @@ def list_params(cls_name: str, params: ParamsT) -> ParamsT:
     """Return the parameters as a list. For an empty one raise torch's error with a possible cause."""
     if isinstance(params, torch.Tensor):
         return params  # torch's own TypeError
-    listed: list[Any] = list(params)
+    listed = _list_entries(f"{cls_name}: params", params)
     if not listed:
         raise ValueError(f"{cls_name}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
     return listed
+
+
+def _list_entries(title: str, params: Any) -> list[Any]:
+    """Return the parameters as a list.
+
+    Raises:
+      TypeError: they are something that users confuse with parameters: a module, a dict, a function. torch refuses all else.
+    """
+    if isinstance(params, Mapping):
+        if "params" in params:
+            raise TypeError(f"{title} is a param group; expected a list of groups: [{{'params': ...}}].")
+        raise TypeError(
+            f"{title} is a dict by name ({type(params).__name__}); expected the parameters themselves: model.named_parameters(), or "
+            "items() of a dict of parameters. (The tensors of model.state_dict() are detached from the parameters and get no gradients.)"
+        )
+    try:
+        listed: list[Any] | None = list(iter(params))
+    except TypeError:
+        listed = None
+    if listed is None or (isinstance(params, torch.nn.Module | str) and not all(isinstance(entry, torch.Tensor) for entry in listed)):
+        call = f"{params.__name__}()" if inspect.ismethod(params) else "model.named_parameters()"
+        raise TypeError(f"{title} is {_described(params)}; expected an iterable of tensors, such as {call}.")
+    for position, entry in enumerate(listed):
+        tensor = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if isinstance(tensor, torch.nn.Module | Iterator | list) or inspect.isroutine(tensor):
+            raise TypeError(
+                f"{title} has {_described(tensor)} at position {position}; expected tensors. Join the parameters of several modules by "
+                "[*a.parameters(), *b.parameters()], or give a list of dict groups."
+            )
+    return listed
+
+
+def _described(params: object) -> str:
+    if isinstance(params, torch.nn.Module):
+        return f"a module ({type(params).__name__})"
+    if inspect.isroutine(params):
+        return f"the function {params.__name__}, which was not called"
+    return f"an iterator ({type(params).__name__})" if isinstance(params, Iterator) else repr(params)
 
 
 def list_unique_params(cls_name: str, group: _Group) -> _Group:
@@ -314,7 +363,7 @@ def list_unique_params(cls_name: str, group: _Group) -> _Group:
         return group  # torch's own handling
     if "params" not in group:
         raise ValueError(f"{cls_name}: a param group has no 'params'; it has {sorted(group)}.")
-    group["params"] = list(group["params"])
+    group["params"] = _list_entries(f"{cls_name}: 'params' of a param group", group["params"])
     tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     first: dict[int, int] = {}
     for position, p in enumerate(tensors):

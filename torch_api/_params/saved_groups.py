@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+import torch
+
 from bridge._names import did_you_mean, without_wrappers
-from torch_api._rules.types import MutableParamGroup, ParamGroup, ParamState, StateDict
+from torch_api._rules import torch_rules
+from torch_api._rules.types import Hyperparams, MutableParamGroup, ParamGroup, ParamState, StateDict
 
 from .param_groups import TRAINABLE_PARAMS, restore_lr_scale
 from .record import ParamRecord
@@ -20,7 +24,8 @@ def copy_and_check(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], l
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
-                f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', got {sorted(map(str, state_dict))}."
+                f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', as in an optimizer's state_dict(), got "
+                f"{_describe_other_dict(state_dict)}."
             )
     state, groups = state_dict["state"], state_dict["param_groups"]
     if not isinstance(state, Mapping):
@@ -40,6 +45,54 @@ def copy_and_check(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], l
         twice = next(index for index in indices if indices.count(index) > 1)
         raise ValueError(f"load_state_dict: the loaded state dict has the parameter {twice!r} in two places of its groups. It is damaged.")
     return dict(state), [dict(group) for group in groups]
+
+
+def check_is_dict(state_dict: object) -> None:
+    """Raise TypeError for the argument of `load_state_dict` if it is no dict."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"load_state_dict: got a {type(state_dict).__name__}; expected a dict, as an optimizer's state_dict() gives it. "
+            "torch.load(path) reads a file, and torch_api.load_optax_state(optimizer, state) takes a state of optax."
+        )
+
+
+def _describe_other_dict(state_dict: StateDict) -> str:
+    """Return what a dict is that is no optimizer's state_dict."""
+    keys = sorted(map(str, state_dict))
+    listed = f"{keys[:8]}{' and more' if len(keys) > 8 else ''}"
+    if keys and all(isinstance(value, torch.Tensor) for value in state_dict.values()):
+        return f"tensors by name, {listed}: a state_dict of a model, which model.load_state_dict() takes"
+    inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and "param_groups" in value]
+    return f"{listed}; give the entry {inside[0]!r} of it" if inside else listed
+
+
+def check_optimizer(cls_name: str, own: ParamGroup, saved: ParamGroup, hyperparams: Hyperparams) -> None:
+    """Raise if a group was saved by an optimizer with other hyperparameters.
+
+    A key that is missing is no error alone, because older versions of torch have saved fewer keys.
+
+    Args:
+      own: the optimizer's group.
+      saved: the saved group.
+      hyperparams: the hyperparameters of the optimizer that loads it, with their defaults.
+    """
+    foreign = sorted((saved.keys() & _hyperparams_of_torch()) - hyperparams.keys() - own.keys())
+    missing = [name for name, default in hyperparams.items() if name not in saved and not isinstance(default, bool)]
+    if foreign and missing:
+        known = {name: spec.hyperparams.keys() for name, spec in torch_rules.SPECS_BY_CLASS.items()}
+        likely = max((name for name, keys in known.items() if keys <= saved.keys()), key=lambda name: len(known[name]), default=None)
+        likely = "AdamW" if likely == "Adam" and saved["decoupled_weight_decay"] else likely
+        by = "another optimizer" if likely is None else f"an optimizer of the kind {likely}"
+        raise ValueError(
+            f"load_state_dict: the loaded state dict was saved by {by}: its groups have {', '.join(map(repr, foreign))}, and lack "
+            f"{', '.join(map(repr, missing))} of this {cls_name}. Load it into an optimizer of its own kind. To go on with another one, "
+            "load the model only."
+        )
+
+
+@functools.cache
+def _hyperparams_of_torch() -> frozenset[str]:
+    return frozenset(name for spec in torch_rules.SPECS_BY_CLASS.values() for name in spec.hyperparams)
 
 
 def align_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
@@ -18,11 +19,11 @@ from bridge._compiler.spec import ById
 from bridge._flax_optim.optimizer import OptimizerDef
 from bridge._ir.jaxpr import inline_calls, uniform_values
 from bridge._ir.types import Atom, ClosedJaxpr, Literal, PyTree
-from bridge._names import did_you_mean_or_list
+from bridge._names import did_you_mean_or_list, rename_learning_rate
 from bridge._process import default_promotion
 from bridge._transforms.lookahead import over_plain_params
 
-from . import betas
+from . import betas, torch_rules
 from .optimizer_spec import OptimizerSpec
 from .types import Hyperparams, MutableParamGroup
 from .validators import as_tuple, is_number, is_sequence
@@ -85,12 +86,34 @@ def as_optimizer_spec(cls_name: str, tx: object, hyperparams: Hyperparams) -> tu
     if isinstance(tx, OptimizerDef):
         return _spec_of_definition(cls_name, tx, hyperparams)
     if _is_transformation(tx):
+        hyperparams = rename_learning_rate(cls_name, hyperparams)
         _check_names(cls_name, hyperparams, {"lr"}, "a ready transformation has its hyperparams inside; `lr` multiplies its update")
         return _make_spec(_Factory(ById(tx)), {}, frozenset(), is_instance=True), {"lr": 1.0, **hyperparams}
+    _refuse_torch_object(cls_name, tx)
     if callable(tx):
         return _spec_of_function(cls_name, tx, hyperparams)
     raise TypeError(
         f"{cls_name}: tx is {tx!r}; expected an optax transformation, a function that makes one (optax.adamw), or an OptimizerDef."
+    )
+
+
+def _refuse_torch_object(cls_name: str, tx: object) -> None:
+    """Raise for an optimizer, an optimizer class or a module in place of a transformation. All of them may be callable."""
+    given = tx.func if isinstance(tx, functools.partial) else tx
+    cls = given if isinstance(given, type) else type(given)
+    if not issubclass(cls, torch.optim.Optimizer | torch.nn.Module):
+        return
+    kind = "the class" if given is cls else "an object of the class"
+    package = next((name for name in ("torch.optim", "torch.nn", "torch_api") if cls.__module__.startswith(f"{name}.")), cls.__module__)
+    hint = ""
+    if issubclass(cls, torch.optim.Optimizer):
+        name = cls.__name__.removeprefix("Masked")
+        function = name.lower() if hasattr(optax, name.lower()) else "adamw"
+        is_known = name in torch_rules.SPECS_BY_CLASS or package == "torch_api"
+        masked = f", and torch_api.Masked{name}(params, ...) is the optimizer itself, with masks" if is_known else ""
+        hint = f" optax.{function} is such a function{masked}."
+    raise TypeError(
+        f"{cls_name}: tx is {kind} {package}.{cls.__name__}; expected an optax transformation, or a function that makes one.{hint}"
     )
 
 
@@ -117,7 +140,7 @@ def _is_transformation(tx: object) -> bool:
 def _spec_of_definition(cls_name: str, tx: OptimizerDef, given: Hyperparams) -> tuple[OptimizerSpec, MutableParamGroup]:
     values = {_group_name(name): value for name, value in tx.hyper_param_values().items()}
     given = betas.expand_betas(cls_name, given, betas.hyperparams_of_betas(values))
-    given = {_group_name(name): _to_python_value(value, values.get(_group_name(name))) for name, value in given.items()}
+    given = {name: _to_python_value(value, values.get(name)) for name, value in rename_learning_rate(cls_name, given).items()}
     _check_names(cls_name, given, values.keys() | {"lr"}, f"the hyper_params of {type(tx).__name__}")
     plain = {name: value for name, value in (values | given).items() if _fits_param_group(value)}
     traceable = frozenset(name for name, value in plain.items() if _is_float(value) or (name in _FLOAT_HYPERPARAMS and is_number(value)))
@@ -130,9 +153,9 @@ def _spec_of_function(cls_name: str, function: Callable[..., object], given: Hyp
     title = getattr(function, "__name__", type(function).__name__)
     given = {name: _to_python_value(value, getattr(parameters.get(name), "default", None)) for name, value in given.items()}
     given = betas.expand_betas(cls_name, given, betas.hyperparams_of_betas(parameters))
+    if "learning_rate" in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        given = rename_learning_rate(cls_name, given)
     if "learning_rate" in parameters and "lr" in given:
-        if "learning_rate" in given:
-            raise TypeError(f"{cls_name}: both lr and learning_rate are given; expected one of them.")
         given["learning_rate"] = given.pop("lr")
     multiplier = {"lr": given.pop("lr")} if "lr" in given and "lr" not in parameters else {}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -140,8 +163,9 @@ def _spec_of_function(cls_name: str, function: Callable[..., object], given: Hyp
     named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
+        schedule = " A schedule is no transformation: give it as lr=... beside a function of optax." if missing == ["count"] else ""
         raise TypeError(
-            f"{cls_name}: {title} needs {', '.join(map(repr, missing))}; give {'it' if len(missing) == 1 else 'them'} by keyword."
+            f"{cls_name}: {title} needs {', '.join(map(repr, missing))}; give {'it' if len(missing) == 1 else 'them'} by keyword.{schedule}"
         )
     values = {name: p.default for name, p in named.items()} | given
     plain = {n: v for n, v in values.items() if _fits_param_group(v) and (v is not None or n in given or _takes_number(named.get(n)))}

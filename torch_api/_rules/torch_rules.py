@@ -139,3 +139,9 @@ RPROP = OptimizerSpec(
     checks=(*non_negative_checks(lr=_LR), Check(etas_enclose_one, "Invalid eta values: {etas[0]}, {etas[1]}")),
 )
 ASGD = OptimizerSpec(asgd, checks=non_negative_checks(lr=_LR, weight_decay=_DECAY))
+
+# By the name of the class of torch.optim. The classes of `torch_api` have the same names after "Masked".
+SPECS_BY_CLASS: dict[str, OptimizerSpec] = {
+    "Adam": ADAM, "AdamW": ADAM, "SGD": SGD, "RMSprop": RMSPROP, "Adagrad": ADAGRAD, "Adadelta": ADADELTA, "Adamax": ADAMAX,
+    "NAdam": NADAM, "RAdam": RADAM, "Rprop": RPROP, "ASGD": ASGD, "Muon": MUON, "Adafactor": ADAFACTOR,
+}  # fmt: skip

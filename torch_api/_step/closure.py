@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import SupportsFloat, TypeAlias
+from typing import NoReturn, SupportsFloat, TypeAlias
 
 import jax
 import numpy as np
@@ -17,6 +17,15 @@ from bridge._names import Path, path_name
 from torch_api._params.record import ParamRecord
 
 _HasDtype: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def raise_for_closure(cls_name: str, closure: object) -> NoReturn:
+    """Raise TypeError for an argument of `step` that is no function, such as the loss."""
+    given = "the loss" if isinstance(closure, torch.Tensor | SupportsFloat) else f"a {type(closure).__name__}"
+    raise TypeError(
+        f"{cls_name}.step: the argument is {given}; expected none, or a closure: a function that computes the loss and its gradients. "
+        "Call loss.backward(), then step(). A transformation that reads the loss takes it by keyword: step(value=loss)."
+    )
 
 
 class Closure:
