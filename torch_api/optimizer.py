@@ -26,7 +26,7 @@ from bridge._compiler.spec import EMA_PARAM, GRADS_PLACEHOLDER, NO_EXTRA_ARGS, B
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._ir.types import PyTree
-from bridge._names import accepts_learning_rate, tree_paths
+from bridge._names import Path, accepts_learning_rate, tree_paths
 from bridge._process import disable_torch_compile
 from bridge._runtime import execute
 from bridge._runtime.transaction import Transaction
@@ -50,7 +50,8 @@ from ._params.selectors import Selectors
 from ._params.state import StateStore
 from ._params.swap import ParameterSwap
 from ._rules import betas, validators
-from ._rules.from_optax import as_optimizer_spec, is_lr_explicit, lr_scales_update, trailing_factor
+from ._rules.from_optax import as_optimizer_spec, is_lr_explicit, lr_scales_update
+from ._rules.inner_rates import InnerRates, inner_rates, trailing_factor
 from ._rules.optimizer_spec import OptimizerSpec
 from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, StateDict, Transformation
 from ._step import grad_scaler, hooks
@@ -318,7 +319,7 @@ class OptaxOptimizer(SelectorOptimizer):
             ]
             leaves = [leaf for leaf in leaves if leaf.param.requires_grad]
             leaves = leaves if len(leaves) <= _MAX_TRACED_LEAVES else leaves[:1]
-            factor = trailing_factor(rule, self._shape_tree(leaves)) if leaves else None
+            factor = trailing_factor(rule, _shape_tree(self._records, leaves)) if leaves else None
             if factor is not None:
                 lr = rates_of_groups[0]
                 warnings.warn(
@@ -328,18 +329,6 @@ class OptaxOptimizer(SelectorOptimizer):
                     stacklevel=stack_level(),
                 )
                 return
-
-    def _shape_tree(self, leaves: Sequence[ParamRecord]) -> PyTree:
-        """Return the tree of shapes that a transformation sees for these records, with None in place of all others."""
-        paths = tree_paths([leaf.name for leaf in self._records])
-        kinds = {id(leaf): jax.ShapeDtypeStruct(tuple(leaf.param.shape), numpy_dtype(leaf.dtype)) for leaf in leaves}
-        root: PyTree = {}
-        for leaf, (*above, last) in zip(self._records, paths, strict=True):
-            node = root
-            for part in above:
-                node = node.setdefault(part, {})
-            node[last] = kinds.get(id(leaf))
-        return root
 
     def _adopt_params(self, leaves: Sequence[ParamRecord]) -> None:
         with torch.inference_mode(False):  # otherwise the parameters would become inference tensors
@@ -764,8 +753,31 @@ class OptaxOptimizer(SelectorOptimizer):
           full: show one line for each parameter. By default, above 40 parameters, a line stands for the parameters of a module that have
             equal settings. `rows` has each parameter in both cases.
         """
-        made_by_tx = [i for i, group in enumerate(self.param_groups) if lr_scales_update(self._optimizer_spec_of(group))]
-        return report.Report(type(self).__name__, self._reconcile_records(), self.param_groups, self.state, made_by_tx, full)
+        records = self._reconcile_records()
+        return report.Report(type(self).__name__, records, self.param_groups, self.state, self._inner_rates(records), full)
+
+    def _inner_rates(self, records: Sequence[ParamRecord]) -> dict[int, InnerRates]:
+        """Return the rates inside the transformation, by id of the record, for each trained parameter whose lr multiplies an update."""
+        by_transform: dict[Hashable, list[tuple[ParamRecord, Path]]] = {}
+        for leaf, path in zip(records, tree_paths([leaf.name for leaf in records]), strict=True):
+            rule = self._optimizer_spec_of(self.param_groups[leaf.group_index])
+            if lr_scales_update(rule) and self._is_trainable(leaf) and leaf.param.requires_grad:
+                by_transform.setdefault((id(rule), None if rule.is_instance else leaf.group_index), []).append((leaf, path))
+        found: dict[int, InnerRates] = {}
+        for own in by_transform.values():
+            group, numbers = self.param_groups[own[0][0].group_index], dict[str, set[float]]()
+            for leaf, _ in own:
+                for name, value in self.state.get(leaf.param, {}).items():
+                    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
+                        numbers.setdefault(name, set()).add(value.item())
+            alike: dict[Hashable, tuple[ParamRecord, Path]] = {}  # the first of parameters with the same update
+            keys = [(leaf.shape, leaf.dtype) if leaf.spec is not None and leaf.spec.path is None else id(leaf) for leaf, _ in own]
+            for key, each in zip(keys, own, strict=True):
+                alike.setdefault(key, each)
+            params = _shape_tree(records, [leaf for leaf, _ in alike.values()])
+            rates = inner_rates(self._optimizer_spec_of(group), group, params, numbers)
+            found |= {id(leaf): rates.get(alike[key][1], InnerRates()) for key, (leaf, _) in zip(keys, own, strict=True)}
+        return found
 
     def explain(self) -> explain.Explanation:
         """Return what the last step ran: executables, kernel classes, buckets, bytes, copies, and why the last compilation happened.
@@ -787,3 +799,16 @@ class OptaxOptimizer(SelectorOptimizer):
 
     def __str__(self) -> str:
         return str(self.report())
+
+
+def _shape_tree(records: Sequence[ParamRecord], leaves: Sequence[ParamRecord]) -> PyTree:
+    """Return the tree of shapes that a transformation sees for these leaves, with None in place of all other records."""
+    paths = tree_paths([leaf.name for leaf in records])
+    kinds = {id(leaf): jax.ShapeDtypeStruct(tuple(leaf.param.shape), numpy_dtype(leaf.dtype)) for leaf in leaves}
+    root: PyTree = {}
+    for leaf, (*above, last) in zip(records, paths, strict=True):
+        node = root
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = kinds.get(id(leaf))
+    return root

@@ -13,6 +13,7 @@ import torch
 
 from ._params.param_groups import lr_scale
 from ._params.record import ParamRecord
+from ._rules.inner_rates import InnerRates
 from ._rules.types import ParamGroup, ParamState
 from ._tables import html_table, text_lines
 
@@ -22,6 +23,7 @@ _NamedRows: TypeAlias = list[tuple[tuple[str, ...], ReportRow]]
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
 GROUPED_COLUMNS = ("parameters", "count", "elements", *COLUMNS[2:])
 MAX_ROWS = 40  # a report of more parameters has one line for each module
+INSIDE = "inside the transformation"  # in place of a number that only the transformation knows
 _DIGITS = "0123456789"
 _SETTINGS = ("dtype", "label", "status", "lr", "decay", "write-back")  # parameters of one line have these in common
 
@@ -36,7 +38,7 @@ class Report:
       leaves: the record of each parameter.
       param_groups: the optimizer's groups.
       state: the optimizer's state.
-      multiplied: the groups whose lr multiplies the update of a transformation, which may have a learning rate of its own.
+      inner_rates: the rates inside the transformation, by id of the record, for parameters whose lr multiplies its update.
       full: whether the table has one line for each parameter, however many there are.
     """
 
@@ -46,15 +48,16 @@ class Report:
         leaves: Sequence[ParamRecord],
         param_groups: Sequence[ParamGroup],
         state: Mapping[torch.Tensor, ParamState],
-        multiplied: Sequence[int] = (),
+        inner_rates: Mapping[int, InnerRates] | None = None,
         full: bool = False,
     ) -> None:
         self.title, self.full = title, full
-        self.rows = [_row(leaf, param_groups[leaf.group_index], state.get(leaf.param, {})) for leaf in leaves]
+        inner = inner_rates or {}
+        self.rows = [_row(leaf, param_groups[leaf.group_index], state.get(leaf.param, {}), inner.get(id(leaf))) for leaf in leaves]
         trained = {leaf.group_index for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"}
-        numbers = [i for i in multiplied if i in trained]
-        where = "" if trained <= set(numbers) else f" of group {', '.join(map(str, numbers))}"
-        self.note = f"lr{where} multiplies what the transformation gives, which may have a learning rate of its own." if numbers else ""
+        numbers = sorted({leaf.group_index for leaf in leaves if id(leaf) in inner})
+        where = " of the groups" if trained <= set(numbers) else f" of group {', '.join(map(str, numbers))}"
+        self.note = f"The lr{where} multiplies what the transformation gives. The table has the product." if numbers else ""
 
     @property
     def summary(self) -> str:
@@ -164,7 +167,7 @@ def _shared_name(names: Sequence[str]) -> str:
     return stem + ",".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
-def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> ReportRow:
+def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState, inner: InnerRates | None) -> ReportRow:
     status, rule = "trained", leaf.decided_by
     if not leaf.trained:
         status = "frozen"
@@ -175,7 +178,11 @@ def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> ReportRow:
     elif leaf.element_mask is not None:
         status = f"trained in {int(leaf.element_mask.sum())} of {leaf.element_mask.size} elements"
     frozen = status == "frozen"
-    decay = float(group.get("weight_decay", 0.0)) * group.get("wd_scale", 1.0) if leaf.decay.value else 0.0
+    lr: float | str = float(group["lr"]) * lr_scale(group) * leaf.lr_scale
+    decay: float | str = float(group.get("weight_decay", 0.0)) * group.get("wd_scale", 1.0) if leaf.decay.value else 0.0
+    if inner is not None:
+        lr = _product(lr, inner.lr)
+        decay = decay if "weight_decay" in group else INSIDE if inner.decay is None else inner.decay
     return {
         "parameter": leaf.name,
         "shape": tuple(leaf.param.shape),
@@ -183,12 +190,19 @@ def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState) -> ReportRow:
         "label": leaf.label,
         "status": status,
         "decided by": rule,
-        "lr": None if frozen else float(group["lr"]) * lr_scale(group) * leaf.lr_scale,
+        "lr": None if frozen else lr,
         "decay": None if frozen else decay,
         "state bytes": sum(t.numel() * t.element_size() for t in leaf.local_values(state).values() if isinstance(t, torch.Tensor)),
         "write-back": "none" if frozen else _write_back(leaf),
         "size": leaf.param.numel(),
     }
+
+
+def _product(multiplier: float, inner: float | None) -> float | str:
+    """Return the product of a group's lr and the learning rate inside the transformation; a text if that is not known."""
+    if inner is not None or not multiplier:
+        return multiplier * (inner or 0.0)
+    return INSIDE if multiplier == 1 else f"{multiplier:g} x {INSIDE}"
 
 
 def _write_back(leaf: ParamRecord) -> str:

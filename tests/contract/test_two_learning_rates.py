@@ -94,8 +94,8 @@ def test_lr_multiplier_gives_no_warning_and_is_in_the_report(name):
     make, given = SILENT[name]
     optimizer, seen = result_and_warnings(lambda: torch_api.OptaxOptimizer(model().named_parameters(), make(), **given))
     assert seen == []
-    assert "lr multiplies what the transformation gives" in str(optimizer.report())
-    assert "lr multiplies what the transformation gives" in optimizer.report()._repr_html_()
+    assert "The lr of the groups multiplies what the transformation gives" in str(optimizer.report())
+    assert "lr of the groups multiplies what the transformation gives" in optimizer.report()._repr_html_()
 
 
 def test_single_learning_rate_gives_no_warning():
@@ -121,7 +121,7 @@ def test_groups_labels_and_factories_with_two_learning_rates_warn():
     )
     optimizer, (text,) = result_and_warnings(labels)
     assert "a learning rate of 0.0005" in text
-    assert "lr of group 1 multiplies what the transformation gives" in str(optimizer)
+    assert "The lr of group 1 multiplies what the transformation gives" in str(optimizer)
     factory = lambda decay: optax.adamw(1e-3, weight_decay=decay)  # noqa: E731
     _, (text,) = result_and_warnings(lambda: torch_api.OptaxOptimizer(model().named_parameters(), factory, decay=0.1, lr=0.5))
     assert "a learning rate of 0.0005" in text

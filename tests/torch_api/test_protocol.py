@@ -379,6 +379,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*no parameter has a gradient")
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_scenario_gives_the_transcript_of_torch(name, scenario):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 
 from bridge._compiler.spec import ById
 from bridge._flax_optim.optimizer import OptimizerDef
-from bridge._ir.jaxpr import inline_calls, uniform_values
-from bridge._ir.types import Atom, ClosedJaxpr, Literal, PyTree
+from bridge._ir.types import PyTree
 from bridge._names import did_you_mean_or_list, rename_learning_rate
 from bridge._process import default_promotion
 from bridge._transforms.lookahead import over_plain_params
@@ -217,58 +215,6 @@ def is_lr_explicit(optimizer_class: type, tx: object, hyperparams: Hyperparams) 
 def lr_scales_update(optimizer_spec: OptimizerSpec) -> bool:
     """Return whether the groups' `lr` multiplies the update because the transformation has no hyperparameter `lr`."""
     return optimizer_spec.is_optax and "lr" not in optimizer_spec.hyperparams
-
-
-def trailing_factor(optimizer_spec: OptimizerSpec, params: PyTree) -> float | None:
-    """Return the constant with which a transformation multiplies its update last, such as -1e-3 in `optax.adam(1e-3)`, or None.
-
-    The constant is read from the traced update. A schedule, or a learning rate in the state, is not a constant.
-
-    Args:
-      optimizer_spec: the spec of an optax transformation.
-      params: its parameters, a tree of `jax.ShapeDtypeStruct`.
-    """
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
-        return transformation.update(grads, state, params)[0]
-
-    try:
-        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in optimizer_spec.hyperparams.items()}
-        with default_promotion():
-            transformation = optimizer_spec.factory(**plain)
-            closed = jax.make_jaxpr(update)(params, jax.eval_shape(transformation.init, params), params)
-        program = inline_calls(closed.jaxpr, closed.consts)
-    except Exception:  # noqa: BLE001 - it may need arguments of `step`; the optimizer raises other errors itself
-        return None
-    factors = (_trailing_factor(program, result) for result in program.jaxpr.outvars)
-    return next((factor for factor in factors if not math.isclose(abs(factor), 1.0, rel_tol=1e-6)), None)
-
-
-def _trailing_factor(program: ClosedJaxpr, var: Atom) -> float:
-    """Return the product of the constants with which a result is multiplied last; 1 if there are none."""
-    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    number_of = uniform_values(program.jaxpr)
-
-    def number(var: Atom) -> float | None:
-        value = number_of(var) if isinstance(var, Literal) or var not in constants else constants[var]
-        return None if value is None or np.size(value) != 1 or np.iscomplexobj(value) else float(np.reshape(value, ()))
-
-    made = {result: eqn for eqn in program.jaxpr.eqns for result in eqn.outvars}
-    factor = 1.0
-    while not isinstance(var, Literal) and var in made:
-        name, operands = made[var].primitive.name, made[var].invars
-        known = [number(operand) for operand in operands]
-        if name == "mul" and (known[0] is None) is not (known[1] is None):
-            factor *= known[0] if known[0] is not None else known[1]  # pyright: ignore[reportOperatorIssue]
-            var = operands[known[0] is not None]
-        elif name == "div" and known[0] is None and known[1]:
-            factor /= known[1]
-            var = operands[0]
-        elif name in ("neg", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"):
-            var = operands[0]
-        else:
-            break
-    return factor
 
 
 def _group_name(name: str) -> str:
