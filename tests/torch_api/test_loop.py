@@ -179,6 +179,7 @@ def test_tied_parameter_gets_the_sum_of_its_gradients(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*no parameter has a gradient")
 @pytest.mark.parametrize("name", PAIRS)
 def test_parameters_without_gradient_keep_bits_moments_and_count(name):
     """All shapes are equal, so that most subsets share a program."""
