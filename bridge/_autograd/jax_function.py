@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -37,9 +37,21 @@ from .traced_function import ArgumentSpec, CompiledCall, ExecutionTarget, Forwar
 
 _MAX_PROGRAMS = 512  # of one function; the oldest is dropped
 _config: Any = jax.config
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result", covariant=True)
 
 
-def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFunction:
+class _UnknownResult:
+    """The result of a function without a known result type, for the first overload: such a function matches every overload."""
+
+
+@overload
+def jax_function(fn: Callable[_Arguments, _UnknownResult], *, x64: bool | None = None) -> JaxFunction[_Arguments, PyTree]: ...
+@overload
+def jax_function(fn: Callable[_Arguments, jax.Array], *, x64: bool | None = None) -> JaxFunction[_Arguments, torch.Tensor]: ...
+@overload
+def jax_function(fn: Callable[_Arguments, PyTree], *, x64: bool | None = None) -> JaxFunction[_Arguments, PyTree]: ...
+def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFunction[..., PyTree]:
     """Return a JAX function as a torch function of tensors and pytrees. It is differentiable to any order.
 
     The function compiles once for each signature: the tree, shapes, dtypes, device, dimension order in memory, static leaves, and jax's
@@ -59,6 +71,8 @@ def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFu
           the dtype of NumPy arrays. Another value of a float needs no new program.
         ints, bools, strings, functions and other hashable objects: static, part of the signature.
       It returns the tree that `fn` returns, with tensors for arrays and numbers. Random keys stay jax arrays.
+      Editors show the arguments of `fn`, but type checkers accept any others too, because a caller has tensors where an annotation of `fn`
+      says `jax.Array`.
 
     Warnings: the ninth signature of one function emits a `torch_api.CompilationWarning`. So does the ninth function that is made from the
     same code after the others were dropped.
@@ -110,11 +124,11 @@ class _FunctionsOfCode:
 
     def __init__(self) -> None:
         self.created_count = 0
-        self.live_functions: weakref.WeakSet[JaxFunction] = weakref.WeakSet()
+        self.live_functions: weakref.WeakSet[JaxFunction[..., PyTree]] = weakref.WeakSet()
         self.has_warned = False
 
 
-def _warn_if_recompiling(function: JaxFunction, names: Sequence[str]) -> None:
+def _warn_if_recompiling(function: JaxFunction[..., PyTree], names: Sequence[str]) -> None:
     """Warn at the ninth signature of a function, and at the ninth function that is made from one code object and dropped."""
     if function.programs == _WARN_AT_SIGNATURES:
         how = _describe_difference(list(function._by_signature), names)
@@ -172,7 +186,7 @@ class _BoundCall(NamedTuple):
     others: list[ArrayLike]
 
 
-class JaxFunction:
+class JaxFunction(Generic[_Arguments, _Result]):
     """The torch function that `jax_function` returns. `programs` is the number of signatures with a compiled program."""
 
     def __init__(self, fn: Callable[..., PyTree], x64: bool | None = None) -> None:
@@ -193,6 +207,10 @@ class JaxFunction:
     def programs(self) -> int:
         return len(self._by_signature)
 
+    @overload
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result: ...
+    @overload
+    def __call__(self, *args: object, **kwargs: object) -> _Result: ...
     @disable_torch_compile
     def __call__(self, *args: object, **kwargs: object) -> PyTree:
         if _process._forked or context.dispatch is not None or is_transformed():

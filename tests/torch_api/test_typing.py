@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 
@@ -20,12 +21,39 @@ import torch_api
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
+import functools
+
+import jax
+import jax.numpy as jnp
 import optax
 import torch
+from jax.typing import ArrayLike
 
 import bridge
 import maskbridge
 import torch_api
+
+
+def untyped(x, axis=0):
+    return jnp.sum(x, axis)
+
+
+def of_arrays(x: jax.Array, axis: int = 0) -> jax.Array:
+    return x.sum(axis)
+
+
+def of_array_likes(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    return jnp.sin(x), jnp.cos(x)
+
+
+def of_unknown_result(params):
+    return params.apply(params)
+
+
+@bridge.jax_function
+def decorated(x, y):
+    return x @ y
+
 
 model = torch.nn.Linear(4, 2)
 good = torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3, mask="weight", decay_mask=["weight"], max_grad_norm=1.0, ema_decay=0.9)
@@ -41,6 +69,32 @@ bridge.to_jax(torch.ones(3)).block_until_ready()
 bridge.to_torch(bridge.to_jax(torch.ones(3))).numpy()
 maskbridge.MultiOptimizer(model.named_parameters(), ("*.bias", maskbridge.Momentum(learning_rate=0.1))).step()
 
+bridge.jax_function(untyped)(torch.ones(3), axis=0).sum()
+bridge.jax_function(of_arrays)(torch.ones(3), axis=0).backward()
+first, second = bridge.jax_function(of_array_likes, x64=True)(torch.ones(3))
+first.backward()
+bridge.jax_function(of_unknown_result)(model)["loss"].backward()
+bridge.jax_function(jnp.sin)(torch.ones(3)).backward()
+bridge.jax_function(jax.nn.gelu)(torch.ones(3)).backward()
+bridge.jax_function(jax.jit(of_arrays))(torch.ones(3)).backward()
+bridge.jax_function(functools.partial(of_arrays, axis=0))(torch.ones(3)).backward()
+bridge.jax_function(lambda params: params["w"] * 2)({"w": torch.ones(3)}).backward()
+decorated(torch.ones(3), y=torch.ones(3)).backward()
+
+
+def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
+
+
+def with_aux(model, x: torch.Tensor):
+    return model(x).sum(), {"accuracy": x.mean()}
+
+
+torch_api.JaxTrainStep(model, loss_fn, good)(torch.ones(2, 4)).item()
+loss, aux = torch_api.JaxTrainStep(model, with_aux, good, accumulate=2, has_aux=True)(torch.ones(2, 4))
+loss.item(), aux["accuracy"]
+torch_api.JaxTrainStep(model, loss_fn, good, 1, False)({"x": torch.ones(2, 4)}, value=1.0).item()
+
 torch_api.MaskedAdamW(model.parameters(), max_grad_nrom=1.0)  # mistake
 torch_api.MaskedAdamW(model.parameters(), ema_decay="0.9")  # mistake
 torch_api.MaskedAdamW(model.parameters(), mask=3.5)  # mistake
@@ -51,6 +105,11 @@ good.set_trainable("weight", "yes")  # mistake
 bridge.to_jax(torch.ones(3)).numpy()  # mistake
 maskbridge.MaskedAdamW(model.parameters(), max_grad_nrom=1.0)  # mistake
 maskbridge.to_jax(torch.ones(3)).numpy()  # mistake
+bridge.jax_function(of_arrays)(torch.ones(3)).block_until_ready()  # mistake
+bridge.jax_function(3)  # mistake
+torch_api.JaxTrainStep(model, loss_fn, good)(torch.ones(2, 4))["loss"]  # mistake
+torch_api.JaxTrainStep(model, with_aux, good, has_aux=True)(torch.ones(2, 4)).item()  # mistake
+torch_api.JaxTrainStep(model, loss_fn, torch.optim.SGD(model.parameters()))  # mistake
 """
 MISTAKES = [number for number, line in enumerate(SCRIPT.split("\n"), 1) if line.endswith("# mistake")]
 CHECKERS = {
@@ -106,6 +165,17 @@ def test_every_argument_that_a_signature_shows_is_taken():
         shown = {k: v.default for k, v in inspect.signature(cls).parameters.items() if k not in ("params", "betas")}
         given = {k: 1e-3 if default is inspect.Parameter.empty else default for k, default in shown.items()}
         cls([("w", p)], **given)
+
+
+@pytest.mark.quick
+def test_jax_function_shows_the_signature_of_its_function():
+    def scaled(x: jax.Array, *, factor: float = 2.0) -> jax.Array:
+        """Scale."""
+        return x * factor
+
+    function = bridge.jax_function(scaled)
+    assert inspect.signature(function) == inspect.signature(scaled)
+    assert inspect.getdoc(function) == "Scale."
 
 
 @pytest.mark.quick

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import methodcaller
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import jax
 import numpy as np
@@ -61,6 +61,7 @@ _NO_SEED = np.int64(0)
 _MANY_PROGRAMS = 9
 _RETRY = object()
 _Result = TypeVar("_Result")
+_Loss = TypeVar("_Loss", covariant=True)  # what a call returns: the loss, or the loss and aux
 
 
 class BoundTrainProgram(NamedTuple):
@@ -98,7 +99,7 @@ class PreparedCall(NamedTuple):
     extra_arrays: Sequence[jax.Array | np.ndarray]
 
 
-class JaxTrainStep:
+class JaxTrainStep(Generic[_Loss]):
     """A training step of a torch module as one compiled program: forward, backward and update.
 
     `loss = train_step(*batch)` runs forward, backward, the optimizer's update (with its mask, max_grad_norm, EMA and master weights) and
@@ -140,6 +141,34 @@ class JaxTrainStep:
       True
     """
 
+    @overload
+    def __init__(
+        self: JaxTrainStep[torch.Tensor],
+        module: torch.nn.Module,
+        loss_fn: Callable[..., PyTree],
+        optimizer: OptaxOptimizer,
+        accumulate: int = 1,
+        has_aux: Literal[False] = False,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: JaxTrainStep[tuple[torch.Tensor, PyTree]],
+        module: torch.nn.Module,
+        loss_fn: Callable[..., PyTree],
+        optimizer: OptaxOptimizer,
+        accumulate: int = 1,
+        *,
+        has_aux: Literal[True],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: JaxTrainStep[PyTree],
+        module: torch.nn.Module,
+        loss_fn: Callable[..., PyTree],
+        optimizer: OptaxOptimizer,
+        accumulate: int = 1,
+        has_aux: bool = False,
+    ) -> None: ...
     def __init__(
         self,
         module: torch.nn.Module,
@@ -219,14 +248,14 @@ class JaxTrainStep:
         return f"{CLS_NAME} of {type(self._optimizer).__name__}"
 
     @disable_torch_compile
-    def __call__(self, *batch: PyTree, **extra_args: PyTree) -> Any:
+    def __call__(self, *batch: PyTree, **extra_args: PyTree) -> _Loss:
         """Run one step on this batch. `extra_args` are extra arguments of the transformation, as in `optimizer.step`."""
         refuse_autocast()
         if extra_args:
             refuse_keywords(self.loss_fn, extra_args, self._access.takes_extra_args, bool(batch))
         self._access.raise_if_swapped(CLS_NAME)
         _process.raise_if_forked()  # before the lock, which another thread may have held at the fork
-        result = _RETRY
+        result: Any = _RETRY
         while result is _RETRY:  # a hook may have called the train step
             with self._call_lock:
                 if self._accumulated_calls + 1 >= self.accumulate:
