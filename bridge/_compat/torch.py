@@ -25,8 +25,10 @@ def _copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
         tensor.copy_(value)
 
 
-# Copy many tensors in one call. Without it torch is called once for each.
-foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = private("torch._foreach_copy_", _copy_each)
+# Copy many tensors in one call. Without it torch is called once for each, or by the public name that torch 2.15 has.
+foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] = private(
+    "torch._foreach_copy_", getattr(getattr(torch, "foreach", None), "copy_", _copy_each)
+)
 
 # A tensor over a DLPack capsule. Without it torch's public function, which checks some things in Python first.
 tensor_from_capsule: Callable[[object], torch.Tensor] = private("torch._C._from_dlpack", torch.from_dlpack)
