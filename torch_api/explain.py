@@ -82,7 +82,7 @@ class Explanation:
     def summary(self) -> str:
         """The first line of the text."""
         if not self.executables:
-            return f"{self.title}: no executables. They are made by the first step, and anew after a step that moved its results."
+            return f"{self.title}: no executables. The next step makes them."
         count = sum(len(each.parameters) for each in self.executables)
         kinds = (
             (count, "parameter"),
