@@ -273,6 +273,7 @@ def test_groups_of_a_ready_transformation_share_the_norm_and_have_own_lrs():
     assert max(errors(params, expected, start).values()) < 2e-6  # the expected midpoint has only float32 precision
 
 
+@pytest.mark.filterwarnings("ignore:.*no parameter has a gradient")
 def test_parameters_without_gradient_do_not_change():
     params = draw()
     start, grads, rng = snap(params), draw_grads(params, 24), np.random.default_rng(1)
