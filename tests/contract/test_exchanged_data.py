@@ -37,6 +37,7 @@ def train(cls, count, shape, exchange, without):
     return params, opt
 
 
+@pytest.mark.filterwarnings("ignore:.*no parameter has a gradient")
 @pytest.mark.parametrize("exchange", [swap_all, rotate, swap_with_frozen])
 @pytest.mark.parametrize(("count", "shape"), [(3, (4, 3)), (6, (4, 3)), (3, (300, 200))])
 def test_updates_follow_swapped_parameters(exchange, count, shape):
