@@ -46,7 +46,7 @@ def arguments(thing):
         function = thing.__init__
         if not inspect.isfunction(function):
             return []
-    code = function.__code__
+    code = inspect.unwrap(function).__code__
     names, count = code.co_varnames, code.co_argcount + code.co_kwonlyargcount
     plain = [name for name in names[:count] if name != "self"]
     return plain + ["*" * stars + name for stars, name in zip(_stars(code), names[count:], strict=False)]
