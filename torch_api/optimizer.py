@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -42,7 +41,6 @@ from ._params.record import (
     ParamRecord,
     check_has_storage,
     check_no_overlap,
-    check_unsharded_for_clipping,
     grad_error_text,
     grads_with_dense_storage,
 )
@@ -63,6 +61,7 @@ from ._step.guards import Guards
 from ._step.launch_cache import GradSet, LaunchCache
 from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
 from ._step.state_watch import StateAccess
+from ._step.step_metrics import NO_GRADIENTS, DeviceResult, LastStep, sum_over_shards, sum_statistics
 from ._step.summaries import describe_layout, describe_step_memory
 from ._step.transaction import StepTransaction
 from .optimizer_base import SelectorOptimizer, devices_of
@@ -102,6 +101,7 @@ class OptaxOptimizer(SelectorOptimizer):
       ema_decay: keep `state[p]["ema_param"]`, an average of the trained weights: ema += (1 - ema_decay) * (p - ema) after
         each update of p. It starts at the weights before the first update, and is in float32 for half types.
         `ema_params()` swaps it in.
+      metrics: compute the numbers that `metrics()` returns, in the programs of the step.
       **hyperparams: the hyperparameters of a function or definition. Each number lives in `param_groups` and may change at
         any step at no cost. `lr` is the function's `learning_rate`, and may be given by this name. If the function has none, if
         its learning rate is a schedule, or if `tx` is a transformation, `lr` multiplies the update (default 1.0; 0 changes
@@ -113,7 +113,9 @@ class OptaxOptimizer(SelectorOptimizer):
     `optax.MultiSteps`) has one state for all of them, which the state of every parameter shows.
 
     For a DTensor (FSDP2's `fully_shard`), each process updates its local shard, by a copy. `state` holds DTensors with the
-    parameter's placements. A sharded parameter needs an elementwise transformation, and no `max_grad_norm`.
+    parameter's placements. A sharded parameter needs an elementwise transformation. `max_grad_norm`, `grad_norm` and the check of
+    GradScaler then cover all processes, by one all_reduce for each dimension of the device mesh and step, so all processes must call
+    `step`, also one whose gradients are all None. Other parameters must have the same gradient in each process.
 
     Raises:
       ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a selector
@@ -159,11 +161,13 @@ class OptaxOptimizer(SelectorOptimizer):
         stochastic_rounding: bool = Options.stochastic_rounding,
         rounding_seed: int = Options.rounding_seed,
         ema_decay: float | None = Options.ema_decay,
+        metrics: bool = Options.metrics,
         **hyperparams: Any,
     ) -> None:
         cls_name = type(self).__name__
         engine = {"max_grad_norm": max_grad_norm, "writeback": writeback, "state_dtype": state_dtype, "master_weights": master_weights}
         engine |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed, "ema_decay": ema_decay}
+        engine |= {"metrics": metrics}
         torch_options = {name: hyperparams.pop(name) for name in param_groups.TORCH_OPTIONS & hyperparams.keys()}
         rule, defaults = as_optimizer_spec(cls_name, tx, hyperparams)
         self._gave_lr = is_lr_explicit(type(self), tx, hyperparams)
@@ -202,6 +206,7 @@ class OptaxOptimizer(SelectorOptimizer):
         self._group_keys: list[tuple[str, ...]] = []  # the keys of each group at the last check
         self._loss_scale, self._swap, self._guards, self._state_access = LossScale(), ParameterSwap(), Guards(), StateAccess()
         self._warned_of_copies = self._warned_of_no_gradients = False
+        self._last_step: LastStep | None = None
 
     def _optimizer_spec_of(self, group: ParamGroup) -> OptimizerSpec:
         """Return the `OptimizerSpec` that updates the parameters of a group."""
@@ -245,7 +250,6 @@ class OptaxOptimizer(SelectorOptimizer):
             leaf.refresh_metadata()  # model.to() may have changed the dtype
         self._records, self._devices = leaves, devices_of(leaf.param for leaf in leaves)
         checkpoint.update_trainable_params(self.param_groups, leaves)
-        check_unsharded_for_clipping(type(self).__name__, self.max_grad_norm, filter(self._is_trainable, self._records))
         kept = self._options.aux_state(self.ema_decay is not None)
         self._hyperparam_table = HyperparamTable(
             type(self).__name__, self._records, self._is_trainable, self.param_groups, self._optimizer_spec_of, self._extra_spec, kept
@@ -266,7 +270,7 @@ class OptaxOptimizer(SelectorOptimizer):
         states = StateStore(
             type(self).__name__, self._trainable, self._hyperparam_table, rules, vars(self)["state"], self._options.initial_aux_value
         )
-        self._launch_cache = LaunchCache(states, self.max_grad_norm, self._used_executables)
+        self._launch_cache = LaunchCache(states, self.max_grad_norm, self._options.metrics, self._used_executables)
         states.init_eager_state(self._hyperparams)
         self._prepared_signature = self._recompile_signature()
         if _logs.is_on(_logs.MEMORY):
@@ -470,10 +474,11 @@ class OptaxOptimizer(SelectorOptimizer):
         attributes = vars(self)
         arguments = transaction.begin(functools.partial(self._make_extra_args, extra_args) if extra_args else None)
         with_grad, grads = self._guards.check() or self._slow_path()
-        if self._devices != transaction.locks.devices or not with_grad:
-            if not with_grad:
-                self._warn_of_no_gradients()
-            return self._devices == transaction.locks.devices
+        if self._devices != transaction.locks.devices:
+            return False
+        if not with_grad:
+            self._finish_without_gradients(grads_checked)
+            return True
         extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
         hyperparams = self._hyperparams()
         scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None  # GradScaler sets and deletes them
@@ -487,30 +492,58 @@ class OptaxOptimizer(SelectorOptimizer):
             if not on_device:
                 return False
         self._launch_cache.last_grad_set = grad_set
-        for launch in itertools.chain.from_iterable(on_device):
-            transaction.snapshots += launch.snapshot() if launch.executable.has_callback else ()
+        for device_step in on_device:
+            for launch in device_step.launches:
+                transaction.snapshots += launch.snapshot() if launch.executable.has_callback else ()
+        results: list[execute.StepResult[BoundExecutable]] = []
+        skip_counts: list[tuple[jax.typing.ArrayLike, jax.Array]] = []
         try:
-            for launches in on_device:
+            for device_step in on_device:
+                launches = device_step.launches
                 scales = (
                     self._loss_scale.program_arguments(launches[0].device, attributes.get("grad_scale"), attributes.get("found_inf"))
                     if scaled
-                    else ()
+                    else []
                 )
                 inputs = execute.StepInputs(grads, hyperparams, extra_arrays, scales)
-                moved, skipped = execute.run(launches, inputs, transaction.completed)
+                results.append(result := execute.run(device_step, inputs, transaction.completed))
                 if scaled:
-                    self._loss_scale.record_skipped(launches[0].device, skipped[0])
-                if moved:
+                    skip_counts.append((scales[2], result.skip_counts[0]))
+                    self._loss_scale.record_skipped(launches[0].device, result.skip_counts[0])
+                if result.moved:
                     self._launch_cache.rebind(launches)
         except BaseException as error:
             transaction.rollback(error)
             raise
+        if self.max_grad_norm is not None or self._options.metrics:
+            sums = self._sums_of_processes(results) if self._launch_cache.shard_groups.meshes else None
+            self._last_step = LastStep(self.max_grad_norm, results, skip_counts, sums)
         if self._state_access.may_be_referenced:
             transaction.commit()
         if search is not None and search.error is not None:
             restore_values(transaction.snapshots)
             raise search.error
         return True
+
+    def _finish_without_gradients(self, grads_checked: bool) -> None:
+        """Finish a step in which no trained parameter has a gradient. Other processes, which have other shards, may update theirs."""
+        attributes, groups = vars(self), self._launch_cache.shard_groups
+        scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None
+        result = NO_GRADIENTS
+        if self._launch_cache.needs_stats(GradSet((), NO_EXTRA_ARGS, scaled, scaled and grads_checked)):
+            stats = sum_statistics(groups)
+            result = result._replace(stats=[stats])
+            if scaled and not np.isfinite(stats[1]):
+                self._loss_scale.count_skipped(self._devices[0])
+        self._last_step = LastStep(self.max_grad_norm, [result], (), self._sums_of_processes([result]) if groups.meshes else None)
+        self._warn_of_no_gradients()
+
+    def _sums_of_processes(self, results: Sequence[DeviceResult]) -> dict[str, np.ndarray] | None:
+        """Return the sums of squares of all processes, by label or group; None without metrics."""
+        if not self._options.metrics:
+            return None
+        trained = [leaf for leaf in self._trainable if leaf.param.requires_grad]
+        return sum_over_shards(results, trained, self._metrics_key, self._launch_cache.shard_groups)
 
     def _make_extra_args(self, extra_args: dict[str, PyTree]) -> ExtraArgs:
         """Return the extra arguments of a step. If their names differ from the last step's, the layout is rebuilt."""
@@ -528,7 +561,9 @@ class OptaxOptimizer(SelectorOptimizer):
                 raise
         return arguments
 
-    def _prepare_launches(self, grad_set: GradSet, hyperparams: np.ndarray, transaction: StepTransaction) -> list[list[BoundExecutable]]:
+    def _prepare_launches(
+        self, grad_set: GradSet, hyperparams: np.ndarray, transaction: StepTransaction
+    ) -> list[execute.DeviceStep[BoundExecutable]]:
         """Call `LaunchCache.prepare`. The next step rebuilds the layout after an error or an interrupt in it.
 
         Returns:
@@ -653,6 +688,48 @@ class OptaxOptimizer(SelectorOptimizer):
         """The number of steps that programs skipped because of a gradient that was not finite. Reading it waits for the device."""
         return self._loss_scale.skipped
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global norm of the gradients of the last step, a float64 tensor without dimensions.
+
+        It is the norm over all trained parameters before clipping, of the unscaled gradients: what `torch.nn.utils.clip_grad_norm_`
+        returns. Reading it does not wait for a GPU; `float(optimizer.grad_norm)` does. It is None before the first step, and where neither
+        `max_grad_norm` nor `metrics=True` is set. A step without gradients has the norm 0.
+        """
+        is_known = self._last_step is not None and (self.max_grad_norm is not None or self._options.metrics)
+        return self._last_step.grad_norm() if self._last_step is not None and is_known else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last step for a logger, by name. The optimizer needs `metrics=True`.
+
+        Reading them waits for the device. The names are:
+
+        - `grad_norm`: the norm of the unscaled gradients before clipping, as `grad_norm` has it;
+        - `update_norm`, `param_norm`: the norms of what the step added to the parameters, and of the parameters before it;
+        - `update_ratio`: `update_norm` divided by `param_norm`;
+        - `clip_factor`, with `max_grad_norm`: what the gradients were multiplied by, 1 where the norm is below the bound;
+        - `skipped`: 1 if the step changed nothing because a gradient of a scaled loss was not finite, else 0; `skipped_steps`: how many
+          steps did so.
+
+        Where parameters have several labels, or else several param groups, each of the first four has an entry for each of them as well,
+        such as `grad_norm/head` or `grad_norm/group_0`; a group with a `name` goes by its name. Only trained elements count. A norm is
+        NaN or infinite where the gradients are. The result is empty before the first step.
+
+        Raises:
+          RuntimeError: the optimizer was made without `metrics=True`.
+        """
+        if not self._options.metrics:
+            raise RuntimeError(f"{type(self).__name__}.metrics: no metrics are computed. Construct the optimizer with metrics=True.")
+        if self._last_step is None:
+            return {}
+        return self._last_step.metrics_by_key(self._metrics_key) | {"skipped_steps": float(self.skipped_steps)}
+
+    def _metrics_key(self, leaf: ParamRecord) -> str:
+        """Return the name under which the metrics of a parameter are summed up."""
+        if self._is_partitioned:
+            return str(leaf.label)
+        return str(self.param_groups[leaf.group_index].get("name", f"group_{leaf.group_index}"))
+
     def ema_params(self) -> AbstractContextManager[None]:
         """Swap the averages of the trained weights into the parameters while the context is open. It needs `ema_decay`.
 
@@ -740,7 +817,9 @@ class OptaxOptimizer(SelectorOptimizer):
 
     def bytes_accessed(self) -> float:
         """Return the bytes that one step moves, by the compiler's count, for the last set of gradients."""
-        return sum(launch.executable.bytes_accessed for launch in self._launch_cache.last_used)
+        steps = self._launch_cache.last_steps
+        of_stats = sum(step.stats_stage.bytes_accessed for step in steps if step.stats_stage is not None)
+        return of_stats + sum(launch.executable.bytes_accessed for launch in self._launch_cache.last_used)
 
     def cache_info(self) -> CacheInfo:
         """Return how many steps found their executables in the cache, and how many executables were used and compiled."""

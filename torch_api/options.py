@@ -35,6 +35,7 @@ class OptionArguments(TypedDict, total=False):
     stochastic_rounding: bool
     rounding_seed: int
     ema_decay: float | None
+    metrics: bool
 
 
 class SelectorArguments(OptionArguments, total=False):
@@ -80,6 +81,7 @@ class Options:
     stochastic_rounding: bool = False
     rounding_seed: int = 0
     ema_decay: float | None = None
+    metrics: bool = False
 
     @classmethod
     def validate(cls, cls_name: str, values: Hyperparams) -> Options:
@@ -165,5 +167,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "master_weights": (_is_flag, "True or False"),
     "stochastic_rounding": (_is_flag, "True or False"),
     "rounding_seed": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer, 0 or more"),
+    "metrics": (_is_flag, "True or False"),
     "ema_decay": (lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 to below 1, or None for no average"),
 }

@@ -22,6 +22,7 @@ COND_PLATFORMS = {"cpu"}
 def grad_stats(
     clip: bool,
     grads: Sequence[jax.Array],
+    weights: Sequence[float],
     masks: Sequence[jax.Array | None],
     row_flags: Sequence[jax.Array | None],
     loss_scaling: Sequence[jax.Array],
@@ -33,6 +34,16 @@ def grad_stats(
     The statistics are float64 (2,): the sum of the squares, and a 0 that is NaN if an element is not finite. For a scaled loss one
     pass over the gradients serves both, because a finite sum has only finite terms. A sum that is not finite may only have overflowed.
     A second pass, which is slower, then checks each element.
+
+    Args:
+      clip: whether the sum of the squares is needed.
+      grads: the gradients.
+      weights: for each gradient the factor of its squares.
+      masks: for each gradient which elements count; None for all.
+      row_flags: for each bucket which rows count; None for other gradients.
+      loss_scaling: as in `UpdateArguments`.
+      previous_stats: the statistics of other gradients.
+      platform: the platform of the program.
     """
     trained_grads: list[jax.Array] = []
     for g, mask, live in zip(grads, masks, row_flags, strict=True):
@@ -41,7 +52,8 @@ def grad_stats(
 
     def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return the sum over all gradients; each one is summed in its own dtype."""
-        return sum((jnp.sum(term(g)).astype(jnp.float64) for g in trained_grads), jnp.zeros((), jnp.float64))
+        sums = [jnp.sum(term(g)).astype(jnp.float64) for g in trained_grads]
+        return sum((x if weight == 1 else x * weight for x, weight in zip(sums, weights, strict=True)), jnp.zeros((), jnp.float64))
 
     return previous_stats + stats_by(sum_of, clip, loss_scaling, platform)
 
@@ -60,7 +72,7 @@ def stats_by(
     nothing = jnp.zeros((), jnp.float64)
     if not loss_scaling:
         return jnp.stack([sum_of(jnp.square), nothing])
-    unscaling = _inverse_loss_scale(loss_scaling)
+    unscaling = inverse_loss_scale(loss_scaling)
 
     def one_by_one() -> jax.Array:
         # g * 0 is 0 where g is finite, and otherwise NaN. XLA would materialize the predicates of `isfinite`.
@@ -77,7 +89,7 @@ def stats_by(
     return cast(jax.Array, jax.lax.cond(jnp.isfinite(total), from_total, one_by_one))
 
 
-def _inverse_loss_scale(loss_scaling: Sequence[jax.Array]) -> jax.Array:
+def inverse_loss_scale(loss_scaling: Sequence[jax.Array]) -> jax.Array:
     """Return the factor that undoes the loss scale."""
     return 1 / loss_scaling[0][0].astype(jnp.float64)
 
@@ -90,7 +102,7 @@ def clip_and_skip(
     The factor brings the global norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does. It is one scalar, so no clipped
     gradient is materialized. A norm of NaN or infinity has the same effect as in torch.
     """
-    scale, skip = _inverse_loss_scale(loss_scaling) if loss_scaling else None, None
+    scale, skip = inverse_loss_scale(loss_scaling) if loss_scaling else None, None
     skipped: list[jax.Array] = []
     if clip:
         factor = jnp.minimum(max_norm / (jnp.sqrt(stats[0]) + 1e-6), 1.0)

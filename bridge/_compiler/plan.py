@@ -66,6 +66,12 @@ class LeafPlan:
         return self.valid_length or math.prod(self.spec.shape)
 
     @property
+    def can_stream_grad(self) -> bool:
+        """Whether `bridge._runtime.streaming_stats` can read the gradients at their own addresses."""
+        has_address = self.rows is None or self.valid_length is not None or self.addresses_grads
+        return has_address and not self.has_element_mask and policy.STREAMING.can_stream(self.grad_dtype, self.size)
+
+    @property
     def buffer(self) -> Signature:
         size = math.prod(self.spec.shape)
         return (size,) if self.rows is None else (self.rows, size), self.spec.dtype
@@ -85,9 +91,9 @@ class UpdatePlan:
     shared_signatures: the signatures of the state that belongs to no leaf, for each joint set in ascending order.
     has_loss_scale: whether the gradients are those of a scaled loss. The update is skipped if one of them is not finite.
     finite_check_done: whether the step's count of infinities covers all gradients.
-    stats_precomputed: whether the norm and the finite check cover more leaves than these. Then they come from the
-      `stats_executable` of each `UpdateExecutable`.
-    has_streaming_stats: whether `bridge._runtime.streaming_stats` reads the large gradients.
+    stats_weights: for each leaf the factor of the squares of its gradient in the statistics that the program computes and adds to its
+      argument; 0 for a gradient that `bridge._runtime.stats_stage` has read before. Empty if the program computes none.
+    has_metrics: whether the program returns the metrics of each parameter (`bridge._compiler.metrics`).
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -99,23 +105,13 @@ class UpdatePlan:
     extra: ExtraArgsSpec = NO_EXTRA_ARGS
     has_loss_scale: bool = False
     finite_check_done: bool = False
-    stats_precomputed: bool = False
-    has_streaming_stats: bool = False
+    stats_weights: tuple[float, ...] = ()
+    has_metrics: bool = False
 
     @property
     def needs_global_stats(self) -> bool:
         """Whether the update needs a statistic of all gradients before it changes the first element."""
         return self.clip or (self.has_loss_scale and not self.finite_check_done)
-
-    def is_streamed(self, leaf: LeafPlan) -> bool:
-        """Return whether the streaming statistics read the gradient of a leaf, before the program runs."""
-        lies = leaf.rows is None or leaf.valid_length is not None or leaf.addresses_grads
-        return self.has_streaming_stats and lies and not leaf.has_element_mask and policy.STREAMING.can_stream(leaf.grad_dtype, leaf.size)
-
-    @property
-    def streamed_dtypes(self) -> list[str]:
-        """The dtypes of the gradients that the streaming statistics read, each once."""
-        return list(dict.fromkeys(leaf.grad_dtype for leaf in self.leaves if self.is_streamed(leaf)))
 
     def update_spec(self, leaf: LeafPlan) -> UpdateSpec:
         """Return the `UpdateSpec` of a leaf that is updated on its own."""
@@ -153,6 +149,20 @@ class UpdatePlan:
         return sum(leaf.rows or 1 for leaf in self.leaves)
 
 
+@dataclass(frozen=True)
+class StatsPlan:
+    """The static description of an executable that computes statistics of gradients, and its cache key.
+
+    plan: the update of the gradients. The executable takes the gradients as the update takes them.
+    weights: for each leaf the factor of the squares of its gradient. A weight of 0 leaves the gradient out.
+    covers_found_inf: whether infinities that the loss scaler has found make the finite check fail, so that other processes learn of them.
+    """
+
+    plan: UpdatePlan
+    weights: tuple[float, ...]
+    covers_found_inf: bool = False
+
+
 def stack_grads(plan: UpdatePlan, grads: Sequence[jax.Array]) -> list[jax.Array | AddressedRows]:
     """Return the gradient of each leaf, with rows for a bucket, from flat gradients as `abstract_args` describes them."""
     given = iter(grads)
@@ -182,6 +192,7 @@ class UpdateArguments(NamedTuple, Generic[_X]):
     hyperparams: float64 vector: `ONES` times 1.0, the norm bound, then the hyperparameter rows.
     row_offsets: int32, for each parameter: where its hyperparameter row begins.
     active_rows: boolean, for each row of each bucket: whether the row is updated.
+    row_sizes: with metrics int32, for each parameter its number of elements; else empty.
     extra: the arrays among the extra arguments.
     loss_scaling: with a loss scale the scale, the count of infinities found, and the count of skipped updates; else empty.
     stats: the statistics that other programs have computed.
@@ -197,6 +208,7 @@ class UpdateArguments(NamedTuple, Generic[_X]):
     hyperparams: _X
     row_offsets: _X
     active_rows: _X
+    row_sizes: Sequence[_X]
     extra: Sequence[_X]
     loss_scaling: Sequence[_X]
     stats: _X
@@ -229,8 +241,9 @@ def abstract_args(plan: UpdatePlan, for_counting: bool = False) -> UpdateArgumen
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.has_element_mask]
     hyperparams, offsets = jax.ShapeDtypeStruct((plan.vector_length,), np.float64), jax.ShapeDtypeStruct((plan.num_params,), np.int32)
     live = jax.ShapeDtypeStruct((sum(leaf.rows or 0 for leaf in plan.leaves),), np.bool_)
+    sizes = [offsets] if plan.has_metrics else []
     extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, ById)]
     scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.has_loss_scale else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
     after = [] if plan.device.platform == "cpu" else [array((1,), np.float32)]
-    return UpdateArguments(params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after)
+    return UpdateArguments(params, state, scalars, kept, grads, masks, hyperparams, offsets, live, sizes, extra, scaling, measure, after)

@@ -20,13 +20,14 @@ from bridge._ir.types import Array, PyTree
 from bridge._memory.address_space import AddressedRows
 
 from . import policy
-from .grad_stats import broadcast_rows, clip_and_skip, grad_stats
+from .grad_stats import broadcast_rows, clip_and_skip, grad_stats, inverse_loss_scale
 from .joint_update import Columns, Way, unit_update
 from .leaf_update import ONES, Common, LeafArrays, LeafScalars, NewLeaf, Passes, joined, leaf_update, parted, passes_of, unless
+from .metrics import leaf_metrics
 from .passes.batch_rows import Slot, Value
 from .passes.kernel_class import KernelClass
 from .passes.per_kind import for_each
-from .plan import LeafPlan, UpdateArguments, UpdatePlan, stack_grads
+from .plan import LeafPlan, StatsPlan, UpdateArguments, UpdatePlan, stack_grads
 from .separability import is_size_independent
 from .spec import TransformSpec
 
@@ -51,6 +52,8 @@ class UpdateResults(NamedTuple):
 
     params, state, scalar_vectors, copied_back: the new values of the arguments of these names.
     skip_counts: the new count of skipped updates, if the loss is scaled.
+    stats: the statistics of the gradients, if the program computes them for a norm.
+    metrics: float64, for each parameter a row of `bridge._compiler.metrics`, if the plan has metrics.
     tokens: the completion token, a result that is never donated.
     """
 
@@ -59,6 +62,8 @@ class UpdateResults(NamedTuple):
     scalar_vectors: Sequence[Array]
     copied_back: Sequence[Array]
     skip_counts: Sequence[Array]
+    stats: Sequence[Array]
+    metrics: Sequence[Array]
     tokens: Sequence[Array]
 
 
@@ -100,8 +105,8 @@ def update(
     ones = arguments.hyperparams[:ONES]
     leaves = _by_leaf(plan, arguments, grads)
     stats = arguments.stats
-    if plan.needs_global_stats and not plan.stats_precomputed:
-        stats = plan_grad_stats(plan, grads, leaves.masks, leaves.row_flags, arguments.loss_scaling, stats)
+    if any(plan.stats_weights):
+        stats = _stats_of_leaves(StatsPlan(plan, plan.stats_weights), grads, leaves.masks, leaves.row_flags, arguments.loss_scaling, stats)
     scale, skip, skipped = clip_and_skip(plan.clip, arguments.hyperparams[ONES], arguments.loss_scaling, stats)
     common = Common(ones, scale, skip, list(arguments.extra))
     positions_by_plan = _equal_leaves(plan, leaves)
@@ -118,10 +123,23 @@ def update(
     new_params = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if not leaf.inplace]
     new_state, new_vectors = _pack_state(plan, [fields for _, fields in ordered])
+    metrics = [_metrics(plan, arguments, leaves, [cast(jax.Array, p) for p, _ in ordered])] if plan.has_metrics else []
+    own_stats = [stats] if plan.clip and any(plan.stats_weights) else []
     token = ones[0].astype(jnp.float32)
     for event in arguments.stream_event:
         token = token + event[0]
-    return UpdateResults(new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token])
+    return UpdateResults(new_params, new_state + new_shared, new_vectors, new_kept, skipped, own_stats, metrics, [token])
+
+
+def _metrics(plan: UpdatePlan, arguments: UpdateArguments[jax.Array], leaves: _Leaves, new_params: Sequence[jax.Array]) -> jax.Array:
+    """Return the metrics of each parameter, float64 (parameters, 3)."""
+    unscaling = inverse_loss_scale(arguments.loss_scaling) if arguments.loss_scaling else None
+    starts = [0, *accumulate(leaf.rows or 1 for leaf in plan.leaves)]
+    grads = cast(Sequence[jax.Array], leaves.grads)  # no gradient is addressed in a plan with metrics
+    columns = zip(plan.leaves, leaves.params, new_params, grads, leaves.masks, starts, starts[1:], strict=False)
+    sizes = arguments.row_sizes[0]
+    found = [leaf_metrics(leaf, old, new, g, mask, sizes[start:end], unscaling) for leaf, old, new, g, mask, start, end in columns]
+    return jnp.concatenate(found)
 
 
 def _by_leaf(plan: UpdatePlan, arguments: UpdateArguments[jax.Array], grads: Sequence[jax.Array | AddressedRows]) -> _Leaves:
@@ -309,7 +327,7 @@ def _select_active_rows(row_flags: jax.Array, new: NewLeaf, arrays: LeafArrays, 
 
 
 def stats_step(
-    plan: UpdatePlan,
+    plan: StatsPlan,
     grads: Sequence[jax.Array],
     masks: Sequence[jax.Array],
     active_rows: jax.Array,
@@ -317,28 +335,25 @@ def stats_step(
     stats: Array,
     stream_event: Sequence[jax.Array],
 ) -> Array:
-    """Add the statistics of a plan's gradients to those of other programs; see `bridge._compiler.grad_stats`."""
+    """Add the statistics of a plan's gradients to those of other programs: the program of a `StatsPlan`."""
     stats = sum((x[0].astype(jnp.float64) for x in stream_event), start=stats)
-    return plan_grad_stats(plan, stack_grads(plan, grads), *_row_flags(plan, masks, active_rows), loss_scaling, stats)
+    if plan.covers_found_inf and loss_scaling:
+        stats = jnp.where(loss_scaling[1][0] > 0, stats + np.array([0.0, np.nan]), stats)
+    stacked = stack_grads(plan.plan, grads)
+    return _stats_of_leaves(plan, stacked, *_row_flags(plan.plan, masks, active_rows), loss_scaling, stats)
 
 
-def plan_grad_stats(
-    plan: UpdatePlan,
+def _stats_of_leaves(
+    plan: StatsPlan,
     grads: Sequence[jax.Array | AddressedRows],
     masks: Sequence[jax.Array | None],
     row_flags: Sequence[jax.Array | None],
     loss_scaling: Sequence[jax.Array],
     previous_stats: Array,
 ) -> Array:
-    """Return the statistics of those gradients of a plan that the streaming statistics do not read, added to previous ones."""
-    is_read_here = [not plan.is_streamed(leaf) for leaf in plan.leaves]
-    read = cast(list[jax.Array], list(compress(grads, is_read_here)))  # the streaming statistics read all addressed gradients
-    return grad_stats(
-        plan.clip,
-        read,
-        list(compress(masks, is_read_here)),
-        list(compress(row_flags, is_read_here)),
-        loss_scaling,
-        previous_stats,
-        plan.device.platform,
-    )
+    """Return the statistics of the gradients that have a weight, added to previous ones."""
+    read = cast(list[jax.Array], list(compress(grads, plan.weights)))  # an addressed gradient has no weight: it is streamed
+    weights = list(filter(None, plan.weights))
+    clip, platform = plan.plan.clip, plan.plan.device.platform
+    own_masks, own_flags = list(compress(masks, plan.weights)), list(compress(row_flags, plan.weights))
+    return grad_stats(clip, read, weights, own_masks, own_flags, loss_scaling, previous_stats, platform)

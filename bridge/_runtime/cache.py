@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
+from typing import cast
 from weakref import WeakValueDictionary
 
 from bridge import _logs
-from bridge._compiler.plan import UpdatePlan
+from bridge._compiler.plan import StatsPlan, UpdatePlan
 from bridge._xla.compile import LazyExecutable, submit
 
-from .executable import UpdateExecutable
+from .executable import StatsExecutable, UpdateExecutable
 
 _compilations = 0
 
@@ -19,32 +20,41 @@ _compilations = 0
 # `_programs` has all executables that are alive. `_lru` keeps those alive that were requested last, also where no optimizer uses them.
 # The number is bounded because each executable takes memory mappings, of which Linux gives a process a limited number. XLA's compiler
 # aborts the process when none is left.
-_programs: WeakValueDictionary[UpdatePlan, UpdateExecutable] = WeakValueDictionary()
-_lru: dict[UpdatePlan, UpdateExecutable] = {}
+_programs: WeakValueDictionary[UpdatePlan | StatsPlan, UpdateExecutable | StatsExecutable] = WeakValueDictionary()
+_lru: dict[UpdatePlan | StatsPlan, UpdateExecutable | StatsExecutable] = {}
 _LRU_SIZE = 128
 _programs_lock = threading.Lock()
 
 
-def get_executables(plans: Sequence[UpdatePlan], cls_name: str = "update") -> list[UpdateExecutable]:
+def get_executables(
+    plans: Sequence[UpdatePlan],
+    stats_plans: Sequence[StatsPlan] = (),
+    others: Iterable[LazyExecutable] = (),
+    cls_name: str = "update",
+) -> tuple[list[UpdateExecutable], list[StatsExecutable]]:
     """Return the executables of plans. Compile those that this process has not, several at once in a pool of threads.
 
     Plans with many classes of leaves compile longest, so they are traced first and compile while the others are traced.
 
     Args:
-      plans: the plans.
+      plans: the plans of updates.
+      stats_plans: the plans of statistics.
+      others: executables that are compiled with them.
       cls_name: the class of the optimizer that needs them, for logs.
     """
     global _compilations
     with _programs_lock:
-        by_plan = {plan: program for plan in plans if (program := _programs.get(plan)) is not None}
-        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in by_plan), key=lambda plan: -len(set(plan.leaves)))
-        new: dict[UpdatePlan, UpdateExecutable] = {}
-        compiling: dict[LazyExecutable, Future[None]] = {}
+        wanted = [*plans, *stats_plans]
+        by_plan = {plan: program for plan in wanted if (program := _programs.get(plan)) is not None}
+        missing = sorted(dict.fromkeys(plan for plan in wanted if plan not in by_plan), key=_compile_order)
+        new: dict[UpdatePlan | StatsPlan, UpdateExecutable | StatsExecutable] = {}
+        to_compile = [piece for piece in others if piece.compiled is None]
+        compiling: dict[LazyExecutable, Future[None]] = {piece: submit(piece.compile) for piece in to_compile}
         try:
             for plan in missing:
-                program = new[plan] = UpdateExecutable(plan, cls_name)
+                program = new[plan] = UpdateExecutable(plan, cls_name) if isinstance(plan, UpdatePlan) else StatsExecutable(plan)
                 to_compile = [piece for piece in program.lazy_executables if piece.compiled is None and piece not in compiling]
-                if len(missing) == len(to_compile) == 1:
+                if len(missing) == len(to_compile) == 1 and not compiling:
                     to_compile[0].compile()
                 else:
                     compiling |= {piece: submit(piece.compile) for piece in to_compile}
@@ -54,10 +64,10 @@ def get_executables(plans: Sequence[UpdatePlan], cls_name: str = "update") -> li
             each.result()  # raises the error of a failed compilation
         for program in new.values():
             program.finish_compiling()
-            if _logs.is_on(_logs.HLO):
+            if isinstance(program, UpdateExecutable) and _logs.is_on(_logs.HLO):
                 subject, count = _logs.subject(cls_name, program.plan.device), len(program.plan.leaves)
                 _logs.HLO.info("%s: optimized HLO of the update of %d leaves\n%s", subject, count, program.update.as_text())
-        _compilations += len(new)
+        _compilations += sum(isinstance(plan, UpdatePlan) for plan in new)
         _programs.update(new)
         by_plan |= new
         for plan, program in by_plan.items():  # most recently used last
@@ -65,7 +75,12 @@ def get_executables(plans: Sequence[UpdatePlan], cls_name: str = "update") -> li
             _lru[plan] = program
         while len(_lru) > max(_LRU_SIZE, len(by_plan)):
             del _lru[next(iter(_lru))]
-    return [by_plan[plan] for plan in plans]
+    updates, stats = [by_plan[plan] for plan in plans], [by_plan[plan] for plan in stats_plans]
+    return cast("list[UpdateExecutable]", updates), cast("list[StatsExecutable]", stats)
+
+
+def _compile_order(plan: UpdatePlan | StatsPlan) -> int:
+    return -len(set(plan.leaves)) if isinstance(plan, UpdatePlan) else 0
 
 
 def compilations() -> int:

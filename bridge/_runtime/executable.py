@@ -1,4 +1,7 @@
-"""The compiled update of a plan: traced, optimized, compiled, and for a step of one executable called inline."""
+"""The compiled programs of a step: the update of a plan, and the statistics of gradients that several updates share.
+
+An update is traced, optimized and compiled, and called inline in a step of one executable.
+"""
 
 # jax and torch declare some of the functions used here in part.
 # pyright: reportUnknownMemberType=false
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 from bridge import _logs
 from bridge._compat.types import PyTreeDef
 from bridge._compiler import policy
-from bridge._compiler.plan import UpdatePlan, abstract_args
+from bridge._compiler.plan import StatsPlan, UpdatePlan, abstract_args
 from bridge._compiler.update import has_loops_by_dtype, stats_step, update_step
 from bridge._ir.queries import properties_of
 from bridge._process import default_promotion, default_settings
@@ -24,16 +27,14 @@ from bridge._xla.compile_options import keep_barriers, single_threaded, update_o
 from bridge._xla.inline_execution import Serialized, load_executable, load_inline, serialize_executable
 from bridge._xla.probes import barrier_bytes, fuses_multiple_outputs
 
-from . import streaming_stats
 from .outline import Pieces, cut
 
 
 class UpdateExecutable:
-    """One compiled update, with the executable of its gradient statistics if several executables share a norm or a finite check.
+    """One compiled update.
 
     has_callback: the program calls Python while it runs (a line search, a debugging print), which may fail halfway.
     reads_grads_by_address: the program reads gradients at their own addresses, through the process-wide array.
-    stats_executable: computes the statistics of the gradients before the update; None where no statistics are shared.
 
     Args:
       plan: the plan.
@@ -42,7 +43,6 @@ class UpdateExecutable:
 
     def __init__(self, plan: UpdatePlan, cls_name: str = "update") -> None:
         self.plan = plan
-        self.stats_executable: jax.stages.Compiled | None = None
         self.has_callback = False
         self.reads_grads_by_address = any(leaf.addresses_grads for leaf in plan.leaves)
         sizes = [(leaf.rows or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves]
@@ -50,7 +50,7 @@ class UpdateExecutable:
         self.elements, self._has_many_loops = sum(sizes), threading.has_many_loops(len(sizes))
         may_reorder_loops = threading.may_reorder_loops(sizes)
         self._outlined: Pieces | None = None
-        self._own_executables: list[LazyExecutable] = []
+        self._own_executable: LazyExecutable | None = None
         self._serialized: Serialized | None = None  # the serialized update, from which it can be loaded again
         self._from_cache = False  # whether jax has loaded the update from its persistent cache
         arguments = abstract_args(plan)
@@ -81,30 +81,23 @@ class UpdateExecutable:
             structure = cast(PyTreeDef, jax.tree.structure(traced.out_info))
             self._outlined = cut(traced.jaxpr, structure, donated, plan.device, options)
             if self._outlined is None:
-                self._own_executables.append(LazyExecutable(traced.lower(), options))
-            if plan.stats_precomputed and not all(map(plan.is_streamed, plan.leaves)):
-                _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
-                measuring = jax.jit(functools.partial(stats_step, plan))
-                self._own_executables.append(LazyExecutable(measuring.lower(grads, masks, live, scaling, measure, after), options))
+                self._own_executable = LazyExecutable(traced.lower(), options)
 
     @property
     def lazy_executables(self) -> list[LazyExecutable]:
-        """Everything to compile before `finish_compiling`, with the executables that stream over large gradients."""
-        plan = self.plan
-        far = (
-            streaming_stats.streaming_stats_executable(dtype, plan.clip, plan.has_loss_scale, plan.device) for dtype in plan.streamed_dtypes
-        )
-        return [*(self._outlined.pieces if self._outlined is not None else ()), *self._own_executables, *far]
+        """Everything to compile before `finish_compiling`."""
+        if self._outlined is not None:
+            return list(self._outlined.pieces)
+        return [] if self._own_executable is None else [self._own_executable]
 
     def finish_compiling(self) -> None:
         """Take the results of compilation. All of `lazy_executables` must be compiled."""
         if "update" in vars(self):
             return
-        compiled = [piece.compiled for piece in self._own_executables]
-        self.update = self._outlined if self._outlined is not None else compiled.pop(0)
-        self.stats_executable = compiled[0] if compiled else None
-        self._from_cache = any(piece.from_cache for piece in self._own_executables)
-        self._own_executables = []
+        if self._own_executable is not None:
+            self.update, self._from_cache, self._own_executable = self._own_executable.compiled, self._own_executable.from_cache, None
+        elif self._outlined is not None:
+            self.update = self._outlined
 
     @functools.cached_property
     def update(self) -> Executable:
@@ -138,14 +131,9 @@ class UpdateExecutable:
 
     @property
     def bytes_accessed(self) -> float:
-        """The bytes that the update reads and writes, by the compiler's count. Gradients read for statistics count once more."""
-        far = sum(
-            leaf.size * (leaf.rows or 1) * jnp.dtype(leaf.grad_dtype).itemsize for leaf in self.plan.leaves if self.plan.is_streamed(leaf)
-        )
+        """The bytes that the update reads and writes, by the compiler's count."""
         update = self._compile_for_counting() if self.reads_grads_by_address else self._available_update
-        return (
-            bytes_accessed(update) - barrier_bytes(update) + (bytes_accessed(self.stats_executable) if self.stats_executable else 0.0) + far
-        )
+        return bytes_accessed(update) - barrier_bytes(update)
 
     @property
     def num_programs(self) -> int:
@@ -176,3 +164,32 @@ class UpdateExecutable:
         """Whether XLA materializes an array as large as a bucket whose gradients are read by address, and so needs several loops."""
         needed = cast(jax.stages.Compiled, self._available_update).memory_analysis() if self._addressed_row_bytes else None
         return needed is not None and needed.temp_size_in_bytes >= min(self._addressed_row_bytes)
+
+
+class StatsExecutable:
+    """The compiled program of a `StatsPlan`: (grads, masks, active_rows, loss_scaling, stats, stream_event) -> stats.
+
+    call: the program, once `lazy_executables` are compiled.
+    """
+
+    def __init__(self, plan: StatsPlan) -> None:
+        self.plan = plan
+        update, arguments = plan.plan, abstract_args(plan.plan)
+        sizes = [leaf.size * (leaf.rows or 1) for leaf, weight in zip(update.leaves, plan.weights, strict=True) if weight]
+        threading = policy.THREADING
+        options = update_options(update.device)
+        if update.device.platform == "cpu" and (sum(sizes) <= threading.single_core_elements or threading.has_short_loops(sizes)):
+            options = single_threaded(options)
+        own = arguments.grads, arguments.masks, arguments.active_rows, arguments.loss_scaling, arguments.stats, arguments.stream_event
+        with default_settings(), default_promotion():
+            self.lazy_executables = [LazyExecutable(jax.jit(functools.partial(stats_step, plan)).lower(*own), options)]
+
+    def finish_compiling(self) -> None:
+        """Take the result of compilation."""
+        if self.lazy_executables:
+            self.call = self.lazy_executables.pop().compiled
+
+    @property
+    def bytes_accessed(self) -> float:
+        """The bytes that the program reads and writes, by the compiler's count."""
+        return bytes_accessed(self.call)

@@ -31,8 +31,9 @@ from bridge._xla import streams
 from . import openmp
 from .in_flight import InFlight
 from .launch import Launch
+from .stats_stage import NO_STATS, StatsStage
 
-__all__ = ["StepInputs", "StepResult", "run"]
+__all__ = ["DeviceStep", "StepInputs", "StepResult", "run"]
 
 _jax_buffer, _elements, _has_callback, _read, _copied_result_bytes = (
     attrgetter("jax_buffer"),
@@ -41,6 +42,20 @@ _jax_buffer, _elements, _has_callback, _read, _copied_result_bytes = (
     methodcaller("read"),
     attrgetter("copied_result_bytes"),
 )
+
+
+_L = TypeVar("_L", bound=Launch)
+
+
+class DeviceStep(NamedTuple, Generic[_L]):
+    """What a step on one device runs.
+
+    launches: its executables in order, each with the buffers that it is called on.
+    stats_stage: computes the statistics of all gradients before the first of them; None where the executables need none from it.
+    """
+
+    launches: Sequence[_L]
+    stats_stage: StatsStage | None = None
 
 
 class StepInputs(NamedTuple):
@@ -59,48 +74,54 @@ class StepInputs(NamedTuple):
     loss_scale: Sequence[jax.typing.ArrayLike] = ()
 
 
-class StepResult(NamedTuple):
+class StepResult(NamedTuple, Generic[_L]):
     """The result of a step on one device.
 
     moved: whether a result has another address than the buffer that was donated for it.
     skip_counts: with a loss scale the new count of skipped updates, else empty.
+    stats: the statistics of the gradients, if the executables clip; else empty.
+    metrics: for each executable that has metrics its launch and its metrics.
     """
 
     moved: bool
     skip_counts: list[jax.Array]
+    stats: Sequence[Argument]
+    metrics: Sequence[tuple[_L, jax.Array]]
 
 
-_NO_STATS = np.zeros(2)
-_L = TypeVar("_L", bound=Launch)
-
-
-def run(launches: Sequence[_L], inputs: StepInputs, completed: list[_L]) -> StepResult:
+def run(device_step: DeviceStep[_L], inputs: StepInputs, completed: list[_L]) -> StepResult[_L]:
     """Call every executable of a step in order, wait for all results, and put them into the tensors. Call it within a transaction.
 
     Args:
-      launches: the executables, each with the buffers that it is called on.
+      device_step: the executables.
       inputs: the values of the step.
       completed: receives each launch whose results are in the tensors, also if an error is raised.
     """
+    launches, stats_stage = device_step
     device = launches[0].executable.plan.device
     room, may_fail = sum(map(_copied_result_bytes, launches)), any(map(_has_callback, launches))
     in_flight = InFlight(PendingCalls(device.platform == "cpu", may_fail, completed), room)
     # A norm over all gradients must be known before the first update; else an executable runs while the next call is prepared.
-    batches = (launches,) if launches[0].executable.plan.stats_precomputed else zip(launches)
+    batches = zip(launches) if stats_stage is None else (launches,)
     with in_flight, enable_x64(True) if has_default_settings(read_settings(jax.config)) else overridden_settings(), torch.no_grad():
         hyperparams, worker_streams = inputs.hyperparams, []
         if not in_flight.calls.on_cpu:
             hyperparams = _hyperparams_on_device(hyperparams.tobytes(), device)
         elif len(launches) > 1:
             hyperparams, (in_flight.saved_stream, *worker_streams) = streams.fork_streams(hyperparams, device)
-        reader = launches[0].streaming_stats
-        stats = _NO_STATS if reader is None else reader(inputs.grads, inputs.loss_scale, in_flight.reads, in_flight.held)
-        operands, elements = (list(inputs.extra_args), list(inputs.loss_scale)), sum(map(_elements, launches))
+        stats, loss_scale = NO_STATS, list(inputs.loss_scale)
+        if stats_stage is not None and stats_stage.streaming is not None:
+            stats = stats_stage.streaming(inputs.grads, loss_scale, in_flight.reads, in_flight.held)
+        operands, elements = (list(inputs.extra_args), loss_scale), sum(map(_elements, launches))
         step = _Step(in_flight, device, len(launches) == 1, elements, inputs.grads, hyperparams, operands, stats, worker_streams)
         for batch in batches:
-            for launch, gradients in zip(batch, step.prepare(batch), strict=True):
+            arguments = step.prepare(batch)
+            if stats_stage is not None:
+                step.stats = stats_stage.finish(stats, batch, arguments, loss_scale, step.stream_events)
+            for launch, gradients in zip(batch, arguments, strict=True):
                 step.call(launch, gradients)
-    return StepResult(in_flight.calls.moved, step.skip_counts)
+    stats_of_step = step.own_stats or ([] if stats_stage is None else [step.stats])
+    return StepResult(in_flight.calls.moved, step.skip_counts, stats_of_step, step.metrics)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -110,10 +131,12 @@ class _Step(Generic[_L]):
     is_inline: whether the only executable runs in this thread.
     elements: the number of elements that all executables update.
     trailing_operands: the extra arguments, and the loss scale.
-    stats: the statistics of the gradients that have been read.
+    stats: the statistics of all gradients, if the programs take them as an argument.
     worker_streams: the execution streams of several executables.
     stream_events: on a GPU what a program waits for.
     skip_counts: with a loss scale the new count of skipped updates.
+    own_stats: the statistics of the gradients, if the only program computes them for a norm.
+    metrics: for each program that has metrics its launch and its metrics.
     """
 
     in_flight: InFlight[_L]
@@ -127,6 +150,8 @@ class _Step(Generic[_L]):
     worker_streams: list[int]
     stream_events: list[jax.Array] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     skip_counts: list[jax.Array] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    own_stats: list[jax.Array] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    metrics: list[tuple[_L, jax.Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
 
     def prepare(self, batch: Sequence[_L]) -> list[Sequence[Argument]]:
         """Make everything ready that the calls of a batch read. Return the gradients of each as arguments."""
@@ -147,12 +172,9 @@ class _Step(Generic[_L]):
             openmp.pause(openmp.PAUSE_SOFT)
         arguments: list[Sequence[Argument]] = []
         for launch, available in zip(batch, grads, strict=True):
-            bound, stats_executable = launch.arguments, launch.executable.stats_executable
-            chosen = list(map(available.__getitem__, bound.gradients.positions))
-            arguments.append(bound.gradients.as_arguments(chosen, self.in_flight.held))
-            if stats_executable is not None:
-                loss_scale = self.trailing_operands[1]
-                self.stats = stats_executable(arguments[-1], bound.masks, bound.active_rows, loss_scale, self.stats, self.stream_events)
+            gradients = launch.arguments.gradients
+            chosen = list(map(available.__getitem__, gradients.positions))
+            arguments.append(gradients.as_arguments(chosen, self.in_flight.held))
         return arguments
 
     def call(self, launch: _L, gradients: Sequence[Argument]) -> None:
@@ -161,13 +183,16 @@ class _Step(Generic[_L]):
         read: Sequence[Argument] = bound.copied_back_as_arguments(bound.copied_back, in_flight.held) if bound.copied_back else []
         if self.worker_streams:
             streams.set_stream(self.worker_streams[len(in_flight.calls.results) % len(self.worker_streams)])
-        common = self.hyperparams, bound.row_offsets, bound.active_rows, *self.trailing_operands, self.stats, self.stream_events
+        rows = bound.row_offsets, bound.active_rows, bound.row_sizes
+        common = self.hyperparams, *rows, *self.trailing_operands, self.stats, self.stream_events
         buffers, arrays, others = in_flight.execute(
             (list(map(_jax_buffer, bound.inplace)), bound.state),
             executable.inline_executable if self.is_inline else executable.update,
             (list(map(_read, bound.scalars)), read, gradients, bound.masks, *common),
         )
-        new_scalars, new_values, self.skip_counts, tokens = others
+        new_scalars, new_values, self.skip_counts, self.own_stats, metrics, tokens = others
+        if metrics:
+            self.metrics.append((launch, metrics[0]))
         copied_back = CopiedResults(bound.copied_back, bound.copied_back_dim_order, new_values, bound.mirrored, bound.mirrors)
         pending = in_flight.calls.results
         pending.append(PendingResults(launch, tokens, buffers, arrays, (bound.scalars, new_scalars), copied_back))

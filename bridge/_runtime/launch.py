@@ -15,7 +15,6 @@ from bridge._memory.jax_buffers import JaxBuffer
 from bridge._memory.scalar_vectors import ScalarVector
 
 from .executable import UpdateExecutable
-from .streaming_stats import StreamingStats
 
 
 class HasJaxBuffer(Protocol):
@@ -43,6 +42,7 @@ class BoundArguments:
     masks: a boolean array for each leaf with an `element_mask`.
     row_offsets: int32, for each leaf and each row of a bucket: where its hyperparameter row begins.
     active_rows: boolean, for each row of each bucket: whether the row is updated.
+    row_sizes: with metrics int32, for each leaf and each row of a bucket its number of elements; else empty.
     """
 
     inplace: Sequence[HasJaxBuffer]
@@ -58,6 +58,7 @@ class BoundArguments:
     masks: Sequence[Argument]
     row_offsets: Argument
     active_rows: Argument
+    row_sizes: list[Argument]
 
 
 class Launch(Protocol):
@@ -66,7 +67,6 @@ class Launch(Protocol):
     executable: the executable.
     arguments: the buffers and arguments. They are made at the first access, while earlier executables run.
     copied_result_bytes: bytes that a call allocates on a CPU for results which are copied.
-    streaming_stats: computes the statistics of the large gradients of a whole step, on the first launch; None where nothing does.
     """
 
     @property
@@ -75,5 +75,3 @@ class Launch(Protocol):
     def arguments(self) -> BoundArguments: ...
     @cached_property
     def copied_result_bytes(self) -> int: ...
-    @property
-    def streaming_stats(self) -> StreamingStats | None: ...

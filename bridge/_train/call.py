@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -49,15 +49,17 @@ class TrainArrays(NamedTuple):
     written_tensors: Sequence[torch.Tensor]
 
 
-class TrainResult(NamedTuple):
-    """The results of a call: the loss as a tensor, the aux outputs, and `moved` as in `bridge._runtime.execute.StepResult`."""
+class TrainResult(NamedTuple, Generic[_L]):
+    """The results of a call: the loss as a tensor, the aux outputs, and of its update those of `bridge._runtime.execute.StepResult`."""
 
     loss: torch.Tensor
     aux: list[jax.Array]
     moved: bool
+    stats: Sequence[jax.Array]
+    metrics: Sequence[tuple[_L, jax.Array]]
 
 
-def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[_L]) -> TrainResult:
+def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[_L]) -> TrainResult[_L]:
     """Run a program and wait until its results are in the tensors. The caller has opened a transaction.
 
     `completed` is as in `bridge._runtime.execute.run`.
@@ -84,15 +86,20 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
         if program.updates:
             parts = params, bound.state, arrays.buffers
             scalars = [scalar_vector.read() for scalar_vector in bound.scalars]
-            rest = bound.masks, arrays.hyperparams, bound.row_offsets, bound.active_rows, list(arrays.extra_args), first, stream_events
+            rows = bound.row_offsets, bound.active_rows, bound.row_sizes
+            rest = bound.masks, arrays.hyperparams, *rows, list(arrays.extra_args), first, stream_events
             arguments = scalars, kept, copied, read, list(arrays.batch), others, arrays.seed, *rest
         else:
             parts = arrays.grad_accumulators, arrays.buffers
             arguments = others, kept, copied, read, list(arrays.batch), arrays.seed, first, stream_events
         call = lambda *given: program.call(given[: len(parts)], given[len(parts) :])  # noqa: E731
         buffers, new_arrays, results = flight.execute(parts, call, arguments)
-        *new_values, new_copied, loss, aux, token = results
-        new_scalars, new_kept = new_values if program.updates else ([], [])
+        if program.updates:
+            new_scalars, new_kept, new_copied, stats, metrics, *results = results
+        else:
+            new_copied, *results = results
+            new_scalars, new_kept, stats, metrics = [], [], [], []
+        loss, aux, token = results
         vectors = bound.scalars if program.updates else ()
         scalar_results = (vectors, new_scalars) if copied_loss is None else ([*vectors, copied_loss], [*new_scalars, loss])
         into = [*(bound.copied_back if new_kept else ()), *arrays.copied_back]
@@ -102,4 +109,4 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
         flight.calls.results.append(PendingResults(launch, [token], buffers, new_arrays, scalar_results, copied_back))
         torch.autograd.graph.increment_version(arrays.written_tensors)
     loss = results_as_tensors([loss], False)[0] if copied_loss is None else copied_loss.tensor
-    return TrainResult(loss, aux, flight.calls.moved)
+    return TrainResult(loss, aux, flight.calls.moved, stats, [(launch, each) for each in metrics])

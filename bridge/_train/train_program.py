@@ -178,9 +178,12 @@ LOSS_OF_PARAMS = jax.tree_util.Partial(_loss_of_params)
 
 
 def _train_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
-    """Return new parameters, state and buffers, then results without a donated buffer: scalars, copied-back arrays, loss, aux, a token."""
+    """Return new parameters, state and buffers, then results without a donated buffer.
+
+    These are scalars, copied-back arrays, statistics, metrics, the loss, aux outputs and a token.
+    """
     params, state, buffers = donated
-    scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, *_ = arguments
+    scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, row_sizes, further, *_ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
     loss, aux, after, grads = task.loss_and_grads(columns, batch, seed)
     for (name, _), others in zip(task.grad_accumulators, sums, strict=True):
@@ -194,10 +197,10 @@ def _train_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], argu
         grads = barrier(grads)  # otherwise XLA copies a donated parameter that the gradient of its layer's input reads
     with _line_search(task, columns, batch, seed):
         stats = cast(jax.Array, _NO_STATS)
-        given = UpdateArguments(params, state, scalars, kept, [], masks, numbers, offsets, live, further, [], stats, [])
+        given = UpdateArguments(params, state, scalars, kept, [], masks, numbers, offsets, live, row_sizes, further, [], stats, [])
         with default_promotion():
             new = update(task.plan, given, grads, fused=False)
-    new_params, new_state, new_scalars, new_kept, _, [token] = new
+    new_params, new_state, new_scalars, new_kept, _, own_stats, metrics, [token] = new
     return (
         new_params,
         new_state,
@@ -205,6 +208,8 @@ def _train_step(task: TrainProgramSpec, donated: Sequence[list[jax.Array]], argu
         new_scalars,
         new_kept,
         _flat_buffers(task, after, "copied"),
+        own_stats,
+        metrics,
         loss,
         aux,
         token,
@@ -301,7 +306,7 @@ def _abstract_arguments(task: TrainProgramSpec, updates: bool) -> tuple[PyTree, 
     batch = task.loss_jaxpr.batch
     if not updates:
         return (sums, columns["buffers"]), (own.params, own.copied_back, columns["copied"], read, batch, seed, first, own.stream_event)
-    of_update = own.masks, own.hyperparams, own.row_offsets, own.active_rows, own.extra
+    of_update = own.masks, own.hyperparams, own.row_offsets, own.active_rows, own.row_sizes, own.extra
     arguments = own.scalar_vectors, own.copied_back, columns["copied"], read, batch, sums, seed, *of_update, first, own.stream_event
     return (own.params, own.state, columns["buffers"]), arguments
 

@@ -96,7 +96,8 @@ def executables(stepper: Any) -> set[int]:
     for launch in stepper._launch_cache.last_used:
         program = launch.executable
         pieces = program._outlined.pieces if program._outlined is not None else [program]
-        found += [*pieces, *filter(None, [program.stats_executable])]
-        if launch.streaming_stats is not None:
-            found += [kind.executable for kind in launch.streaming_stats._per_dtype]
+        found += pieces
+    for stage in (step.stats_stage for step in stepper._launch_cache.last_steps):
+        if stage is not None:
+            found += [*filter(None, stage.executables), *(stage.streaming._per_dtype if stage.streaming is not None else ())]
     return set(map(id, found))

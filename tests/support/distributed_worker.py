@@ -257,6 +257,147 @@ def check_sharded_dtensors_with_given_gradients_match_whole_parameters(_):
             torch.testing.assert_close(whole(x), pair[0].state[plain[name]][key], rtol=1e-6, atol=1e-6)
 
 
+def _pair_of_layouts(layouts):
+    """Return whole parameters and the same ones on meshes: for each name a shape, and a mesh with placements or None for a plain tensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.manual_seed(0)
+    plain = {name: torch.nn.Parameter(torch.randn(shape)) for name, (shape, _) in layouts.items()}
+    lying = {
+        name: torch.nn.Parameter(plain[name].detach().clone() if at is None else distribute_tensor(plain[name].detach().clone(), *at))
+        for name, (_, at) in layouts.items()
+    }
+    return plain, lying
+
+
+def _give(plain, lying, step):
+    """Give both the same random gradients."""
+    for name, p in plain.items():
+        generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
+        p.grad = torch.randn(p.shape, generator=generator)
+        lying[name].grad = distributed_like(lying[name], p.grad.clone()) if hasattr(lying[name], "placements") else p.grad.clone()
+
+
+def check_norm_and_metrics_cover_all_shards(_):
+    """SGD moves by the clip factor itself. The layouts have uneven, empty, replicated and whole parameters, and two meshes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    line, grid = init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    rows, columns = (line, [Shard(0)]), (line, [Shard(1)])
+    one_mesh = {"rows": ((7, 5), rows), "columns": ((3, 4), columns), "empty": ((1,), rows), "copied": ((4,), (line, [Replicate()]))}
+    hybrid = {"rows": ((7, 5), (grid, [Replicate(), Shard(0)])), "empty": ((1,), (grid, [Shard(0), Shard(0)]))}
+    plain_beside = {f"plain{i}": ((6,), None) for i in range(5)}  # five make a bucket
+    cases = {
+        "one mesh": one_mesh,
+        "hybrid": hybrid,
+        "mixed": one_mesh | plain_beside,
+        "two meshes": one_mesh | {"grid": ((7, 5), (grid, [Shard(0), Replicate()]))},
+    }
+    reduced = {"one mesh": 1, "hybrid": 2, "mixed": 1, "two meshes": 3}
+    calls, all_reduce = [], dist.all_reduce
+    for case, layouts in cases.items():
+        if case == "hybrid":
+            layouts = layouts | {"twice": ((5,), (grid, [Replicate(), Replicate()]))}
+        plain, lying = _pair_of_layouts(layouts)
+        start = {name: p.detach().clone() for name, p in plain.items()}
+        groups = lambda params: [{"params": list(params.items())[i::2]} for i in range(2)]  # noqa: E731
+        pair = [torch_api.MaskedSGD(groups(ps), lr=1.0, momentum=0.9, max_grad_norm=0.1, metrics=True) for ps in (plain, lying)]
+        for step in range(STEPS):
+            _give(plain, lying, step)
+            pair[0].step()
+            calls.clear()
+            dist.all_reduce = lambda *args, **kwargs: (calls.append(args), all_reduce(*args, **kwargs))[1]
+            try:
+                pair[1].step()
+            finally:
+                dist.all_reduce = all_reduce
+            assert len(calls) == 2 * reduced[case], (case, len(calls))  # one for the norm, one for the metrics
+            torch.testing.assert_close(pair[1].grad_norm, pair[0].grad_norm, rtol=1e-6, atol=0)
+            whole_metrics, metrics = (optimizer.metrics() for optimizer in pair)
+            assert metrics.keys() == whole_metrics.keys()
+            assert "grad_norm/group_1" in metrics
+            for name, value in whole_metrics.items():
+                assert abs(metrics[name] - value) <= 2e-6 * abs(value), (case, name)
+            if step == 2:
+                counts = bridge.compilations(), bridge.traces()
+        assert (bridge.compilations(), bridge.traces()) == counts
+        for name, p in lying.items():
+            assert movement_error(whole(p), plain[name].detach(), start[name]) < 1e-6, (case, name)
+
+
+def check_process_without_gradients_takes_part_in_the_norm(_):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    plain, lying = _pair_of_layouts({"a": ((4, 3), (mesh, [Shard(0)])), "b": ((6,), (mesh, [Shard(0)]))})
+    optimizer = torch_api.MaskedSGD(lying.items(), lr=1.0, max_grad_norm=0.5, metrics=True)
+    _give(plain, lying, 0)
+    own = sum(float(p.grad[: len(p) // 2].square().sum()) for p in plain.values()) ** 0.5
+    before = {name: whole(p) for name, p in lying.items()}
+    if dist.get_rank() == 1:
+        for p in lying.values():
+            p.grad = None
+    optimizer.step()
+    assert abs(float(optimizer.grad_norm) / own - 1) < 1e-6
+    assert abs(optimizer.metrics()["grad_norm"] / own - 1) < 1e-6
+    for name, p in lying.items():
+        half = len(plain[name]) // 2
+        expected = before[name][:half] - plain[name].grad[:half] * 0.5 / own
+        torch.testing.assert_close(whole(p)[:half], expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(whole(p)[half:], before[name][half:])
+
+
+def check_element_masks_and_frozen_shards_are_in_no_norm(_):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    plain, lying = _pair_of_layouts({name: ((5, 2), (mesh, [Shard(0)])) for name in ("a", "b", "frozen")})
+    mask = {"a": torch.arange(10).reshape(5, 2) % 3 > 0, "b": True, "frozen": False}
+    optimizer = torch_api.MaskedSGD(lying.items(), lr=1.0, max_grad_norm=0.5, mask=mask)
+    _give(plain, lying, 0)
+    optimizer.step()
+    expected = (plain["a"].grad[mask["a"]].square().sum() + plain["b"].grad.square().sum()).sqrt()
+    torch.testing.assert_close(optimizer.grad_norm.float(), expected)
+
+
+def check_every_process_skips_a_step_that_is_not_finite_in_one(_):
+    """The infinity is in a gradient of process 0, or its scaler has found one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for bound in (None, 1.0):
+        plain, lying = _pair_of_layouts({"a": ((4, 3), (mesh, [Shard(0)]))})
+        optimizer = torch_api.MaskedSGD(lying.items(), lr=1.0, max_grad_norm=bound, fused=True)
+        for step, kind in enumerate(("finite", "gradient", "scaler")):
+            _give(plain, lying, step)
+            found = torch.tensor(float(kind == "scaler" and dist.get_rank() == 0))
+            if kind == "gradient" and dist.get_rank() == 0:
+                lying["a"].grad.to_local()[0, 0] = torch.inf
+            before = whole(lying["a"])
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), found
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+            assert torch.equal(whole(lying["a"]), before) is (kind != "finite"), (bound, kind)
+            assert optimizer.skipped_steps == step
+
+
+def check_clipped_fsdp_moves_as_torch_clips(_):
+    """Compare with torch.optim.AdamW after torch's own clipping."""
+    start = values(Net())
+    reference, model = sharded(), sharded()
+    theirs, optimizer = torch_adamw(reference), masked_adamw(model, max_grad_norm=0.1)
+    theirs.register_step_pre_hook(lambda *_: (torch.nn.utils.clip_grad_norm_(trained(reference).values(), 0.1), None)[1])
+    train(reference, theirs)
+    train(model, optimizer)
+    assert_near(values(model), values(reference), start)
+    assert_same_on_every_rank(values(model))
+    assert_warm_steps_compile_nothing(model, optimizer)
+
+
 def check_every_kind_of_state_can_be_sharded(_):
     """Update one parameter per rule in one program, and compare with whole parameters."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -379,22 +520,12 @@ def check_updates_that_need_the_whole_parameter_are_refused(_):
         assert text.startswith(f"OptaxOptimizer: parameter {name!r} of shape {shape} is sharded over processes as (Shard(dim=0),), but"), (
             text
         )
-        assert "clip_grad_norm_ before step()" in text
+        assert "clip the global norm by max_grad_norm" in text
         assert "ignored_params" in text
     for made in (torch_api.MaskedMuon, torch_api.MaskedAdafactor):
         text = raised(ValueError, lambda made=made: made(named, lr=LR, mask="body.weight"))
         assert text.startswith(f"{made.__name__}: parameter 'body.weight' of shape (7, 6) is sharded"), text
-    text = raised(ValueError, lambda: masked_adamw(model, max_grad_norm=1.0))
-    assert "max_grad_norm is 1.0, but parameter 'scale' of shape (1,) is sharded" in text
-    assert "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before step()" in text
-    optimizer = masked_adamw(model)
-    optimizer.max_grad_norm = 1.0
-    assert raised(ValueError, lambda: train(model, optimizer, 1)) == raised(ValueError, optimizer.step) == text
     assert_equal_bits(values(model), before)
-    optimizer.max_grad_norm = None
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
-    optimizer.step()
-    assert max(x.full_tensor().abs().max() for state in optimizer.state.values() for key, x in state.items() if key == "exp_avg") < 1e-8
     rest = {"": "rest", "norm": "norm"}
     split = {"rest": (optax.adam, {"lr": 1e-3}), "norm": optax.lamb(1e-2)}
     assert "'norm.weight'" in raised(ValueError, lambda: torch_api.PartitionedOptimizer(named, split, rest))
@@ -642,11 +773,16 @@ FAMILIES = {
     ),
     "dtensor": (
         check_sharded_dtensors_with_given_gradients_match_whole_parameters,
+        check_norm_and_metrics_cover_all_shards,
+        check_process_without_gradients_takes_part_in_the_norm,
+        check_element_masks_and_frozen_shards_are_in_no_norm,
+        check_every_process_skips_a_step_that_is_not_finite_in_one,
         check_every_kind_of_state_can_be_sharded,
         check_replicated_dtensors_are_updated_like_plain_parameters,
     ),
     "fsdp": (
         check_fsdp,
+        check_clipped_fsdp_moves_as_torch_clips,
         check_all_ways_of_sharding_match_torch,
         check_updates_that_need_the_whole_parameter_are_refused,
         check_elementwise_optax_transformations_match_a_whole_copy,

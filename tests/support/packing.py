@@ -95,6 +95,12 @@ def separate_twin(make, params):
         return unbucketed_twin(make, params)
 
 
+def streaming_of(optimizer):
+    """Return what streams over the gradients of a step on one device; None where nothing does."""
+    (device_step,) = optimizer._launch_cache.last_steps
+    return None if device_step.stats_stage is None else device_step.stats_stage.streaming
+
+
 def programs(optimizer):
     return [launch.executable for launch in optimizer._launch_cache.last_used]
 

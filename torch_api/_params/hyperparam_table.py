@@ -271,8 +271,7 @@ class HyperparamTable:
         raise ValueError(
             f"{self._cls_name}: {describe_sharding(leaf.param, leaf.name)}, but this transformation is not elementwise, and a process "
             "holds only a part of it. Use an elementwise transformation for it (Adam, SGD, Lion; PartitionedOptimizer can give it "
-            "another than the rest), do not shard it (fully_shard's ignored_params), or clip by torch.nn.utils.clip_grad_norm_ before "
-            "step()."
+            "another than the rest), do not shard it (fully_shard's ignored_params), or clip the global norm by max_grad_norm."
         )
 
     def values_by_row(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:

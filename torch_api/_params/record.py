@@ -301,19 +301,6 @@ def check_devices(cls_name: str, devices: Iterable[torch.device], clip: bool, is
         )
 
 
-def check_unsharded_for_clipping(cls_name: str, bound: float | None, leaves: Iterable[ParamRecord]) -> None:
-    """Raise if `max_grad_norm` is set and a parameter is sharded: this process cannot compute the global norm."""
-    sharded = next(
-        (leaf for leaf in leaves if leaf.dtensor_layout is not None and leaf.dtensor_layout.is_sharded and leaf.param.requires_grad), None
-    )
-    if bound is not None and sharded is not None:
-        raise ValueError(
-            f"{cls_name}: max_grad_norm is {bound}, but {sharding.describe_sharding(sharded.param, sharded.name)}, and the norm over all "
-            "of them needs communication. Give max_grad_norm=None, and call torch.nn.utils.clip_grad_norm_(model.parameters(), "
-            "max_norm) before step()."
-        )
-
-
 # The dtypes that are computed in float32. Gradient and parameter may have different ones of them (torch's `p.grad_dtype`).
 _FLOAT32_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -6,7 +6,10 @@ by `zeros_like`, so that torch.distributed.checkpoint can save and reshard them.
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from torch_api._rules.types import MutableParamState, ParamState
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -45,6 +49,12 @@ class DTensorLayout:
         """Whether no process holds the whole parameter."""
         return any(not placement.is_replicate() and self.mesh.size(dim) > 1 for dim, placement in enumerate(self.placements))
 
+    @property
+    def share(self) -> float:
+        """The weight of a local element in a sum over all processes of the mesh: 1 divided by the number of processes that hold it."""
+        copies = [self.mesh.size(dim) for dim, placement in enumerate(self.placements) if placement.is_replicate()]
+        return 1 / math.prod(copies)
+
     def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a DTensor. One with other placements is redistributed first, by a collective of all processes."""
         sharded = cast("DTensor", tensor)  # the class is not imported here
@@ -73,6 +83,40 @@ class DTensorLayout:
     def local_state(self, state: ParamState) -> MutableParamState:
         """Return the state of the parameter with local tensors in place of DTensors."""
         return {key: self.to_local(value) if _is_distributed(value) else value for key, value in state.items()}
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The device meshes of the sharded parameters of an optimizer, in the same order in each process.
+
+    A sum over all parameters is a sum over all processes of each mesh. Each parameter counts in one of them.
+    """
+
+    meshes: Sequence[DeviceMesh] = ()
+
+    @classmethod
+    def of(cls, layouts: Iterable[DTensorLayout | None]) -> ShardGroups:
+        """Return the groups of these parameters; none if no parameter is sharded."""
+        meshes: list[DeviceMesh] = []
+        for layout in layouts:
+            if layout is not None and layout.is_sharded and layout.mesh not in meshes:
+                meshes.append(layout.mesh)
+        return cls(meshes)
+
+    def weight(self, layout: DTensorLayout | None, mesh: DeviceMesh) -> float:
+        """Return the weight of a parameter's local elements in the sum over a mesh; 0 if it counts in the sum over another.
+
+        Each process of the first mesh holds all parameters that are not sharded.
+        """
+        if layout is not None and layout.mesh in self.meshes:
+            return layout.share if layout.mesh == mesh else 0.0
+        return 1 / mesh.size() if mesh == self.meshes[0] else 0.0
+
+
+def sum_over_processes(values: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Replace values by their sum over all processes of a mesh. All of them must call this."""
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(values, group=mesh.get_group(dim))
 
 
 def redistribute_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

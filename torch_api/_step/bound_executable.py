@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import jax
 import numpy as np
@@ -19,7 +20,6 @@ from bridge._memory.call_arguments import arguments_over
 from bridge._memory.gradient_sources import AddressedGradients, GatheredGradients, GradientArguments, GradientSource, ViewedGradient
 from bridge._memory.scalar_vectors import ScalarVector
 from bridge._runtime import executable, in_flight, launch
-from bridge._runtime.streaming_stats import StreamingStats
 from torch_api._params.bucket_state import BucketState
 from torch_api._params.record import Mirrors, ParamRecord
 from torch_api._params.record_state import mask_buffer
@@ -84,7 +84,6 @@ class BoundExecutable:
     shared: the shared state of the joint sets that it updates.
     hyperparam_offsets: where in the hyperparameters the numbers of each row of the table begin.
     gradients: turns the gradients of the step into arguments.
-    streaming_stats: computes the statistics of the large gradients of the step, on its first executable; None where nothing does.
     """
 
     executable: executable.UpdateExecutable
@@ -92,11 +91,16 @@ class BoundExecutable:
     shared: Sequence[SharedState]
     hyperparam_offsets: Sequence[int]
     gradients: GradientArguments
-    streaming_stats: StreamingStats | None = None
 
     @cached_property
     def leaves(self) -> list[ParamRecord]:
         return [leaf for operand in self.operands for leaf in operand.leaves]
+
+    @cached_property
+    def row_positions(self) -> list[int]:
+        """For each of `leaves` the position of its row among all parameters and bucket rows of the plan."""
+        starts = accumulate((len(operand.rows) for operand in self.operands), initial=0)
+        return [start + (leaf.bucket_row or 0) for start, operand in zip(starts, self.operands, strict=False) for leaf in operand.leaves]
 
     @cached_property
     def buckets(self) -> list[BucketState]:
@@ -112,13 +116,6 @@ class BoundExecutable:
         copied = [leaf for leaf in self.leaves if leaf.jax_buffer is None and leaf.device.type == "cpu"]
         return sum(leaf.local_tensor.nbytes + in_flight.MAX_RESULT_PADDING for leaf in copied)
 
-    @property
-    def streamed_grads(self) -> list[tuple[int, int, str]]:
-        """Position, elements and dtype of each gradient whose norm is computed before the program runs."""
-        plan = self.executable.plan
-        streamed = [(operand.leaf_plan, operand.grad_positions) for operand in self.operands if plan.is_streamed(operand.leaf_plan)]
-        return [(position, leaf_plan.size, leaf_plan.grad_dtype) for leaf_plan, positions in streamed for position in positions]
-
     @cached_property
     def arguments(self) -> launch.BoundArguments:
         """The buffers, views and arguments of each call. An interrupted first access starts over at the next one."""
@@ -129,7 +126,7 @@ class BoundExecutable:
         scalars: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in (x for leaf in own for x in leaf.scalar_state.values()):
             scalars.setdefault(tensor.dtype, []).append(tensor)
-        (row_offsets, active_rows), mirrors = self._rows(), self._mirrors
+        (row_offsets, active_rows, row_sizes), mirrors = self._rows(), self._mirrors
         return launch.BoundArguments(
             inplace=[operand.leaves[0] for operand in self.operands if operand.leaves[0].jax_buffer is not None],
             params=[leaf.param for leaf in self.leaves if leaf.jax_buffer is not None or leaf.dtensor_layout is not None],
@@ -144,19 +141,25 @@ class BoundExecutable:
             masks=[mask_buffer(leaf.element_mask, leaf.dim_order) for leaf in own if leaf.element_mask is not None],
             row_offsets=row_offsets,
             active_rows=active_rows,
+            row_sizes=[row_sizes] if self.executable.plan.has_metrics else [],
         )
 
     def _rows(self) -> list[np.ndarray | jax.Array]:
-        """Return for each leaf and each row of a bucket where its hyperparameters begin, and for each row whether it is updated."""
-        offsets, active = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
+        """Return arrays for the leaves and the rows of buckets.
+
+        These are where the hyperparameters of each begin, whether each row of a bucket is updated, and how many elements a row has: 0 for a
+        leaf with its own buffer.
+        """
+        offsets, active, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], [np.zeros(0, np.int32)]
         for operand in self.operands:
             own = [self.hyperparam_offsets[leaf.hyperparam_row] for leaf in operand.leaves]
             offsets.append(np.full(len(operand.rows), own[0], np.int32))
+            sizes.append(np.zeros(len(operand.rows), np.int32))
             if operand.bucket is not None:
                 rows = [leaf.bucket_row or 0 for leaf in operand.leaves]
                 active.append(np.zeros(len(operand.rows), np.bool_))
-                offsets[-1][rows], active[-1][rows] = own, True
-        return [allocation.constant_argument(np.concatenate(x), self.executable.plan.device) for x in (offsets, active)]
+                offsets[-1][rows], active[-1][rows], sizes[-1][rows] = own, True, [leaf.shape.numel() for leaf in operand.leaves]
+        return [allocation.constant_argument(np.concatenate(x), self.executable.plan.device) for x in (offsets, active, sizes)]
 
     @property
     def _mirrors(self) -> Mirrors:

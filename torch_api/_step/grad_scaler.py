@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import torch
 
+from bridge._interop.dlpack import to_jax
 from bridge._interop.tensor_storage import why_unreadable
 from bridge._memory.call_arguments import as_call_arguments
 
@@ -43,6 +44,12 @@ class LossScale:
             count = as_call_arguments([torch.zeros((), dtype=torch.int32, device=device)], [None])[0]
         given = [_scalar(x, default, device) for x, default in ((grad_scale, 1.0), (found_inf, 0.0))]
         return [*as_call_arguments(given, [None, None]), count]
+
+    def count_skipped(self, device: torch.device) -> None:
+        """Count an update that was skipped without a program on this device."""
+        _, _, count = self.program_arguments(device, None, None)
+        skipped = torch.as_tensor(np.asarray(count) + 1, device=device)
+        self._skipped[device] = to_jax(skipped)
 
     def record_skipped(self, device: torch.device, count: jax.Array) -> None:
         """Record the number of skipped updates that a program returns."""

@@ -24,17 +24,19 @@ from bridge._memory.gradient_sources import GradientArguments
 from bridge._memory.jax_buffers import JaxBuffer
 from bridge._process import gc_paused
 from bridge._runtime import executable
-from bridge._runtime.streaming_stats import StreamingStats
+from bridge._runtime.execute import DeviceStep
 from bridge._runtime.transaction import Transaction
 from bridge._xla import streams
-from bridge._xla.compile import submit
+from bridge._xla.compile import LazyExecutable, submit
 from torch_api._params.buckets import is_large_row
 from torch_api._params.record import ParamRecord, check_devices
 from torch_api._params.record_state import InitialValue, check_saved_state, has_state, state_signature
+from torch_api._params.sharding import ShardGroups
 from torch_api._params.state import StateStore
 
 from .bound_executable import BoundExecutable, ProgramOperand, restore_values
 from .recompile_reasons import RecompileInputs, UsedExecutables
+from .stats_layout import StatsLayout, lay_out_stats
 
 _name = attrgetter("name")
 # The number of sets of gradients whose bound executables are kept. An older set is bound again from its executables.
@@ -42,7 +44,7 @@ _MAX_GRAD_SETS = 64
 # Memory that compiling a step may take for a while.
 _COMPILE_BYTES = 256 << 20
 # The ids of the plans of the leaves, their device, and the other inputs of an `UpdatePlan`.
-_ExecutableKey: TypeAlias = tuple[tuple[int, ...], torch.device, ExtraArgsSpec, bool, bool, bool]
+_ExecutableKey: TypeAlias = tuple[tuple[int, ...], torch.device, ExtraArgsSpec, bool, bool, tuple[float, ...]]
 
 
 class GradSet(NamedTuple):
@@ -66,11 +68,12 @@ class LaunchCache:
     Args:
       states: the trainable parameters, with their transformations and state. Sets of gradients are positions among them.
       max_grad_norm: None for no clipping.
+      has_metrics: whether programs return the metrics of each parameter.
       cache: the executables that the optimizer has used.
     """
 
-    def __init__(self, states: StateStore, max_grad_norm: float | None, cache: UsedExecutables) -> None:
-        self.states, self._max_grad_norm, self._cache = states, max_grad_norm, cache
+    def __init__(self, states: StateStore, max_grad_norm: float | None, has_metrics: bool, cache: UsedExecutables) -> None:
+        self.states, self._max_grad_norm, self._has_metrics, self._cache = states, max_grad_norm, has_metrics, cache
         self._cls_name, self._trainable, self._hyperparam_table, self._rules = (
             states.cls_name,
             states.trainable,
@@ -80,11 +83,12 @@ class LaunchCache:
         self._materializes_rows = False  # whether XLA materializes the values of all rows of addressed buckets
         self.has_new_state = False  # whether preparing the last set of gradients made state
         self.is_outdated = False  # whether the optimizer has a newer cache
-        self.bound_by_grad_set: dict[GradSet, list[list[BoundExecutable]]] = {}
+        self.bound_by_grad_set: dict[GradSet, list[DeviceStep[BoundExecutable]]] = {}
         self.last_grad_set: GradSet | None = None  # that of the last step
         self._leaf_plans: dict[ParamRecord, update.LeafPlan] = {}
         self._interned_plans: dict[update.LeafPlan, update.LeafPlan] = {}
         self._executables: dict[_ExecutableKey, executable.UpdateExecutable] = {}
+        self._stats_executables: dict[update.StatsPlan, executable.StatsExecutable] = {}
         trainable = [leaf for leaf in self._trainable if leaf.spec is not None]
         kinds = {leaf: self._hyperparam_table.canonical_order(leaf)[:-1] for leaf in trainable if leaf.has_own_buffer}
         alike, packs = Counter(kinds.values()), {leaf.jax_buffer for leaf in trainable if not leaf.has_own_buffer}
@@ -105,14 +109,19 @@ class LaunchCache:
             for leaf in trainable
             if leaf.element_mask is None and (leaf.has_own_buffer or self._hyperparam_table.may_address_grad(leaf))
         ]
+        self.shard_groups = ShardGroups.of(leaf.dtensor_layout for leaf in self._trainable if leaf.param.requires_grad)
         sizes = [(str(numpy_dtype(leaf.grad_dtype)), leaf.shape.numel()) for leaf in readable]
         self._streamable_elements = sum(size for dtype, size in sizes if policy.STREAMING.can_stream(dtype, size))
 
     @property
     def last_used(self) -> list[BoundExecutable]:
         """The bound executables of the last step. None before the first step, and after a step whose results have moved."""
-        last = self.last_grad_set
-        return [] if last is None else [launch for part in self.bound_by_grad_set.get(last, ()) for launch in part]
+        return [launch for part in self.last_steps for launch in part.launches]
+
+    @property
+    def last_steps(self) -> Sequence[DeviceStep[BoundExecutable]]:
+        """What the last step has run, by device. Nothing where `last_used` is empty."""
+        return () if self.last_grad_set is None else self.bound_by_grad_set.get(self.last_grad_set, ())
 
     def leaves_of_sparse_buckets(self, with_grad: Iterable[int]) -> list[ParamRecord]:
         """Return the records in buckets whose rows without a gradient cost more than an own buffer for each other row.
@@ -128,7 +137,7 @@ class LaunchCache:
                 found += leaves
         return found
 
-    def prepare(self, grad_set: GradSet, hyperparams: np.ndarray, transaction: Transaction) -> list[list[BoundExecutable]]:
+    def prepare(self, grad_set: GradSet, hyperparams: np.ndarray, transaction: Transaction) -> list[DeviceStep[BoundExecutable]]:
         """Return the bound executables for a set of gradients, by device. Parameters without state get their initial state.
 
         Compiling may be interrupted, the rest of the `transaction` not.
@@ -150,19 +159,21 @@ class LaunchCache:
         prefetched = self._prefetch_initial_state([leaf for part in leaves for leaf in part], values)
         addressed = self._may_address_grads(grad_set)
         chunks = [list(self._chunk(self._make_operands(part, values, addressed))) for part in by_device]
+        stats_layouts = [self._lay_out_stats(part, grad_set) for part in chunks]
         stream_forks = _compile_stream_forks(chunks, len(hyperparams))
-        executables = self._compile(chunks, grad_set, transaction)
-        if not executables:
+        compiled = self._compile(chunks, stats_layouts, grad_set, transaction)
+        if compiled is None:
             return []
         wait(stream_forks)
         with gc_paused():
             made_state = [self.states.ensure_state(part, values, prefetched) for part in leaves]
         self.has_new_state = any(made_state)
-        launches = self._bind(chunks, iter(executables))
+        executables, stats_executables = compiled
+        steps = self._bind(chunks, stats_layouts, iter(executables), iter(stats_executables))
         if len(self.bound_by_grad_set) == _MAX_GRAD_SETS:
             del self.bound_by_grad_set[next(iter(self.bound_by_grad_set))]
-        self.bound_by_grad_set[key] = launches
-        return launches
+        self.bound_by_grad_set[key] = steps
+        return steps
 
     def _leaves_by_device(self, with_grad: Sequence[int]) -> list[list[tuple[ParamRecord, int]]]:
         """Return the parameters with a gradient, each with the position of its gradient, in one list for each device.
@@ -180,21 +191,39 @@ class LaunchCache:
 
     def _may_address_grads(self, grad_set: GradSet) -> bool:
         """Return whether programs may read gradients of buckets by address."""
-        needs_no_stats = self._max_grad_norm is None and (grad_set.finite_check_done or not grad_set.has_loss_scale)
-        return not self._has_few_elements and (needs_no_stats or policy.STREAMING.is_worth_streaming(self._streamable_elements))
+        return not (self._has_few_elements or self._has_metrics) and (not self.needs_stats(grad_set) or self._streams_stats)
+
+    def needs_stats(self, grad_set: GradSet) -> bool:
+        """Return whether an update needs statistics of all gradients."""
+        return self._max_grad_norm is not None or (grad_set.has_loss_scale and not grad_set.finite_check_done)
+
+    @property
+    def _streams_stats(self) -> bool:
+        """Whether statistics stream over large gradients on a CPU."""
+        return policy.STREAMING.is_worth_streaming(self._streamable_elements)
+
+    def _lay_out_stats(self, chunks: Sequence[Sequence[ProgramOperand]], grad_set: GradSet) -> StatsLayout | None:
+        """Return how the statistics on one device are computed; None if none are needed."""
+        if not self.needs_stats(grad_set):
+            return None
+        return lay_out_stats(chunks, self._streams_stats and chunks[0][0].leaves[0].device.type == "cpu", self.shard_groups)
 
     def _compile(
-        self, chunks: Sequence[Sequence[Sequence[ProgramOperand]]], grad_set: GradSet, transaction: Transaction
-    ) -> list[executable.UpdateExecutable]:
-        """Return the executable of each chunk; an empty list if the step must start over."""
+        self,
+        chunks: Sequence[Sequence[Sequence[ProgramOperand]]],
+        stats_layouts: Sequence[StatsLayout | None],
+        grad_set: GradSet,
+        transaction: Transaction,
+    ) -> tuple[list[executable.UpdateExecutable], list[executable.StatsExecutable]] | None:
+        """Return the executable of each chunk, and those of the statistics; None if the step must start over."""
         before = self._cache.info.compilations
         with gc_paused(), transaction.interruptible():
-            executables = self._get_executables(chunks, grad_set)
+            executables, stats_executables = self._get_executables(chunks, stats_layouts, grad_set)
         if self.is_outdated:
-            return []
+            return None
         if not self._materializes_rows and any(program.materializes_rows for program in executables):
             self._materializes_rows = True
-            return []
+            return None
         self._hyperparam_table.held_trace.clear()
         operands = [operand for part in chunks for chunk in part for operand in chunk]
         leaf_plans = [(list(map(_name, operand.leaves)), operand.leaf_plan) for operand in operands]
@@ -203,14 +232,22 @@ class LaunchCache:
         self._cache.record_miss(inputs, self._cache.info.compilations - before, {operand.leaves[0].device for operand in operands})
         if self._cache.info.compilations > before or not self.bound_by_grad_set:
             allocation.release_freed_memory()
-        return executables
+        return executables, stats_executables
 
     def _bind(
-        self, chunks: Sequence[Sequence[Sequence[ProgramOperand]]], executables: Iterator[executable.UpdateExecutable]
-    ) -> list[list[BoundExecutable]]:
-        """Return the bound executable of each chunk, by device."""
-        launches = [[self._bound(chunk, next(executables)) for chunk in part] for part in chunks]
-        return [[_with_streaming_stats(part), *part[1:]] for part in launches]
+        self,
+        chunks: Sequence[Sequence[Sequence[ProgramOperand]]],
+        stats_layouts: Sequence[StatsLayout | None],
+        executables: Iterator[executable.UpdateExecutable],
+        stats_executables: Iterator[executable.StatsExecutable],
+    ) -> list[DeviceStep[BoundExecutable]]:
+        """Return the bound executables of each device."""
+        steps: list[DeviceStep[BoundExecutable]] = []
+        for part, layout in zip(chunks, stats_layouts, strict=True):
+            launches = [self._bound(chunk, next(executables)) for chunk in part]
+            stage = None if layout is None else layout.stage(launches[0].executable.plan, stats_executables)
+            steps.append(DeviceStep(launches, stage))
+        return steps
 
     def _bound(self, operands: Sequence[ProgramOperand], program: executable.UpdateExecutable) -> BoundExecutable:
         shared = [self.states.shared_states[joint_set] for joint_set in _list_joint_sets(operands)]
@@ -252,7 +289,8 @@ class LaunchCache:
             [(leaf, position) for position, leaf in enumerate(leaves)], values, addressed=False, grads_as_arguments=True
         )
         with gc_paused():
-            plan = self._make_plan(blocks, GradSet(tuple(with_grad), extra), is_one_of_several=False, streams_stats=False)
+            weights = (0.0 if self._max_grad_norm is None else 1.0,) * len(blocks)
+            plan = self._make_plan(blocks, GradSet(tuple(with_grad), extra), weights)
             program = compile_program(blocks, plan)
         if self.is_outdated:
             return None
@@ -370,18 +408,26 @@ class LaunchCache:
             yield [operands[position] for position in positions]
 
     def _get_executables(
-        self, chunks_by_device: Sequence[Sequence[Sequence[ProgramOperand]]], grad_set: GradSet
-    ) -> list[executable.UpdateExecutable]:
+        self, chunks_by_device: Sequence[Sequence[Sequence[ProgramOperand]]], stats_layouts: Sequence[StatsLayout | None], grad_set: GradSet
+    ) -> tuple[list[executable.UpdateExecutable], list[executable.StatsExecutable]]:
         plans: dict[_ExecutableKey, update.UpdatePlan] = {}
-        keys = []
-        for part in chunks_by_device:
-            for chunk in part:
+        keys: list[_ExecutableKey] = []
+        stats_plans: list[update.StatsPlan] = []
+        streaming: list[LazyExecutable] = []
+        for part, layout in zip(chunks_by_device, stats_layouts, strict=True):
+            own: list[update.UpdatePlan] = []
+            for chunk, stats_weights in zip(part, [() for _ in part] if layout is None else layout.own_weights, strict=True):
                 kinds = tuple(id(operand.leaf_plan) for operand in chunk)  # equal plans are one object
-                keys.append((kinds, chunk[0].leaves[0].device, *grad_set[1:], len(part) > 1))
+                keys.append((kinds, chunk[0].leaves[0].device, *grad_set[1:], stats_weights))
                 if keys[-1] not in self._executables or _list_joint_sets(chunk):
-                    plans[keys[-1]] = self._make_plan(chunk, grad_set, len(part) > 1)
+                    plans[keys[-1]] = self._make_plan(chunk, grad_set, stats_weights)
+                own.append(plans.get(keys[-1]) or self._executables[keys[-1]].plan)
+            if layout is not None:
+                stats_plans += layout.stats_plans(own)
+                streaming += layout.streaming_executables(own[0])
+        new_stats_plans = [plan for plan in stats_plans if plan not in self._stats_executables]
         try:
-            self._executables |= zip(plans, self._cache.get_executables(list(plans.values())), strict=True)
+            found, found_stats = self._cache.get_executables(list(plans.values()), new_stats_plans, streaming)
         except TypeError as error:
             missing = re.search(r"missing \d+ required .*argument", str(error))
             if missing is None:
@@ -390,18 +436,17 @@ class LaunchCache:
                 f"{self._cls_name}: the transformation needs more than gradients ({error}). Pass it to step, as opt.step(value=loss), or "
                 "give a closure that returns the loss."
             ) from error
-        return [self._executables[key] for key in keys]
+        self._executables |= zip(plans, found, strict=True)
+        self._stats_executables |= zip(new_stats_plans, found_stats, strict=True)
+        return [self._executables[key] for key in keys], [self._stats_executables[plan] for plan in stats_plans]
 
-    def _make_plan(
-        self, chunk: Sequence[ProgramOperand], grad_set: GradSet, is_one_of_several: bool, streams_stats: bool = True
-    ) -> update.UpdatePlan:
+    def _make_plan(self, chunk: Sequence[ProgramOperand], grad_set: GradSet, stats_weights: tuple[float, ...]) -> update.UpdatePlan:
         """Return the plan of a chunk.
 
         Args:
           chunk: the operands.
           grad_set: the set of gradients.
-          is_one_of_several: whether other programs update other parameters of the device.
-          streams_stats: whether large gradients may be read before the first launch.
+          stats_weights: as in `UpdatePlan`.
         """
         leaves = [leaf for block in chunk for leaf in block.leaves]
         shared = tuple(
@@ -410,7 +455,7 @@ class LaunchCache:
         )
         skeleton = self._hyperparam_table.all_paths if any(leaf.spec is not None and leaf.spec.path is not None for leaf in leaves) else ()
         clip, described = self._max_grad_norm is not None, tuple(block.leaf_plan for block in chunk)
-        plan = update.UpdatePlan(
+        return update.UpdatePlan(
             described,
             clip,
             device_of(leaves[0].param),
@@ -418,14 +463,9 @@ class LaunchCache:
             skeleton,
             shared,
             *grad_set[1:],
+            stats_weights,
+            self._has_metrics,
         )
-        ahead = (
-            streams_stats
-            and plan.needs_global_stats
-            and plan.device.platform == "cpu"
-            and policy.STREAMING.is_worth_streaming(self._streamable_elements)
-        )
-        return replace(plan, stats_precomputed=is_one_of_several and plan.needs_global_stats, has_streaming_stats=ahead)
 
     def rebind(self, launches: Sequence[BoundExecutable]) -> None:
         """Bind all executables to the new addresses after results moved."""
@@ -459,15 +499,6 @@ class LaunchCache:
         if updated:
             error.add_note(f"This step has updated {updated} and no other parameter.")
         return bool(lost)
-
-
-def _with_streaming_stats(launches: Sequence[BoundExecutable]) -> BoundExecutable:
-    """Return the first executable of a device so that it computes the statistics of large gradients of all, before any of them runs."""
-    first, streamed = launches[0], [each for launch in launches for each in launch.streamed_grads]
-    plan = first.executable.plan
-    if not streamed:
-        return first
-    return replace(first, streaming_stats=StreamingStats(streamed, plan.clip, plan.has_loss_scale, plan.device))
 
 
 def _compile_stream_forks(chunks: Iterable[Sequence[Sequence[ProgramOperand]]], num_hyperparams: int) -> list[Future[None]]:

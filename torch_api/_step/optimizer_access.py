@@ -18,6 +18,7 @@ from torch_api._rules.optimizer_spec import OptimizerSpec
 from . import transaction
 from .extra_args import ExtraArgs
 from .launch_cache import LaunchCache
+from .step_metrics import DeviceResult, LastStep
 
 
 class Optimizer(transaction.Optimizer, Protocol):
@@ -25,6 +26,8 @@ class Optimizer(transaction.Optimizer, Protocol):
 
     _optimizer_specs: dict[Hashable, OptimizerSpec]
     _records: list[ParamRecord]
+    _last_step: LastStep | None
+    max_grad_norm: float | None
 
     def _hyperparams(self) -> np.ndarray: ...
     def _make_extra_args(self, extra_args: dict[str, PyTree]) -> ExtraArgs: ...
@@ -107,6 +110,7 @@ class OptimizerAccess:
         """Read groups and parameters again, and drop all bound executables."""
         self._optimizer._rebuild_layout()
 
-    def record_update(self) -> None:
-        """Tell schedulers that the optimizer has updated its parameters."""
+    def record_update(self, result: DeviceResult) -> None:
+        """Tell schedulers that the optimizer has updated its parameters, and keep the numbers that users log."""
         vars(self._optimizer)[OPT_CALLED] = True
+        self._optimizer._last_step = LastStep(self._optimizer.max_grad_norm, [result])

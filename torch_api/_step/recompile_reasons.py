@@ -14,6 +14,7 @@ from bridge._compiler import policy
 from bridge._compiler.spec import ExtraArgsSpec
 from bridge._runtime import cache, executable
 from bridge._warnings import CompilationWarning, stack_level
+from bridge._xla.compile import LazyExecutable
 
 # After this many sets of gradients with executables of their own, executables are chosen so that they serve any set.
 _MAX_SPECIFIC_SETS = 3
@@ -91,14 +92,16 @@ class UsedExecutables:
         """Whether the set of gradients changes so often that executables should serve any set."""
         return self._specific_sets > _MAX_SPECIFIC_SETS
 
-    def get_executables(self, plans: Sequence[update.UpdatePlan]) -> list[executable.UpdateExecutable]:
-        """Return the executables of these plans."""
+    def get_executables(
+        self, plans: Sequence[update.UpdatePlan], stats_plans: Sequence[update.StatsPlan], others: Iterable[LazyExecutable]
+    ) -> tuple[list[executable.UpdateExecutable], list[executable.StatsExecutable]]:
+        """Return the executables of these plans; `others` are compiled with them."""
         before = cache.compilations()
-        found = cache.get_executables(plans, self._cls_name)
+        found, stats = cache.get_executables(plans, stats_plans, others, self._cls_name)
         self._compilations += cache.compilations() - before
         self._specific_sets += any(_is_specific_to_one_set(p.plan) for p in set(found) - self._executables)
         self._executables.update(found)
-        return found
+        return found, stats
 
     def record_miss(self, inputs: RecompileInputs, compilation_count: int, devices: Iterable[torch.device]) -> None:
         """Count a set of gradients that was new, log what was compiled, and warn if a step after the first one had to compile."""

@@ -213,6 +213,15 @@ class JaxTrainStep(Generic[_Loss]):
         """The number of calls that have added up gradients since the last update."""
         return self._accumulated_calls
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global norm of the gradients of the last update, before clipping: `optimizer.grad_norm`."""
+        return self._optimizer.grad_norm
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last update for a logger: `optimizer.metrics()`."""
+        return self._optimizer.metrics()
+
     def cache_info(self) -> CacheInfo:
         """Return how many calls found their program in the cache, and how many programs were used and compiled."""
         return CacheInfo(self._hits, self._misses, len(self._programs), self._compilations)
@@ -303,7 +312,7 @@ class JaxTrainStep(Generic[_Loss]):
         if prepared is None:
             return _RETRY
         result = self._run(transaction, prepared, updates)
-        self._finish(prepared.bound, updates)
+        self._finish(prepared.bound, updates, result)
         if self._access.state_may_be_referenced:
             transaction.commit()
         return (result.loss, prepared.forward.function.rebuild_aux(to_torch(result.aux))) if self.has_aux else result.loss
@@ -336,7 +345,7 @@ class JaxTrainStep(Generic[_Loss]):
         self._last_key = key
         return PreparedCall(forward, bound, items, hyperparams, extra_arrays)
 
-    def _run(self, transaction: StepTransaction, prepared: PreparedCall, updates: bool) -> call.TrainResult:
+    def _run(self, transaction: StepTransaction, prepared: PreparedCall, updates: bool) -> call.TrainResult[BoundExecutable]:
         """Call the program, and follow results that have moved. Undo the call if it fails."""
         bound, checks_finite = prepared.bound, has_nan_checks()
         storages = self._read_inputs(bound)
@@ -398,7 +407,7 @@ class JaxTrainStep(Generic[_Loss]):
         others = [*bound.in_place_tensors, *(_other_written_tensors(bound, self._device) if all_written else ())]
         return [*bound.launch.snapshot(), *((x, x.detach().clone()) for x in others)]
 
-    def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult) -> None:
+    def _rebind(self, bound: BoundTrainProgram, outcome: call.TrainResult[BoundExecutable]) -> None:
         """Bind to the new addresses after results moved."""
         if outcome.moved:
             self._access.launch_cache.rebind([bound.launch])
@@ -408,7 +417,7 @@ class JaxTrainStep(Generic[_Loss]):
                 jax_buffers.rebind_moved(memory)
             self._refresh()
 
-    def _refuse_not_finite(self, bound: BoundTrainProgram, outcome: call.TrainResult, updates: bool) -> None:
+    def _refuse_not_finite(self, bound: BoundTrainProgram, outcome: call.TrainResult[BoundExecutable], updates: bool) -> None:
         """Raise if the loss, aux, a new parameter or a summed gradient has a value that `jax_debug_nans` or `jax_debug_infs` rejects."""
         named = [("the loss", outcome.loss), *((f"aux result {i}", x) for i, x in enumerate(outcome.aux))]
         if updates:
@@ -419,11 +428,11 @@ class JaxTrainStep(Generic[_Loss]):
         arrays = ((name, to_jax(x.detach(), copy=None) if isinstance(x, torch.Tensor) else x) for name, x in named)
         raise_if_not_finite(CLS_NAME, arrays, " Nothing was updated.")
 
-    def _finish(self, bound: BoundTrainProgram, updates: bool) -> None:
+    def _finish(self, bound: BoundTrainProgram, updates: bool, result: call.TrainResult[BoundExecutable]) -> None:
         """Count the call, after its results are in memory."""
         if updates:
             self._accumulated_calls, self._accumulated_names = 0, frozenset()
-            self._access.record_update()
+            self._access.record_update(result)
         else:
             self._accumulated_calls, self._accumulated_names = (
                 self._accumulated_calls + 1,

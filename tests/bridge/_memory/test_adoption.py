@@ -388,7 +388,7 @@ def test_failed_call_after_donation_leaves_nan_and_names_the_lost_parameters(mon
     optimizer = torch_api.MaskedAdam([("w", param)], lr=1.0)
     param.grad = torch.ones(64)
     optimizer.step()
-    ((launch,),) = next(iter(optimizer._launch_cache.bound_by_grad_set.values()))
+    (launch,) = optimizer._launch_cache.last_used
     compiled = launch.executable.inline_executable
 
     def broken(*arguments):

@@ -12,6 +12,7 @@ import optax
 import pytest
 import torch
 from oracles import random_params
+from packing import streaming_of
 from policies import change_policy
 
 import torch_api
@@ -106,16 +107,16 @@ def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypa
     optimizer = torch_api.MaskedAdam(params, lr=1.0, max_grad_norm=1.0)
     stepped(optimizer, params)
     handler, launches = signal.getsignal(signal.SIGINT), optimizer._launch_cache.last_used
-    assert launches[0].streaming_stats is not None
+    assert streaming_of(optimizer) is not None
     assert any(launch.buckets for launch in launches)
 
     def broken(*_):
         raise RuntimeError("lost the device")
 
     if where == "reader":
-        read = type(launches[0].streaming_stats).__call__
+        read = type(streaming_of(optimizer)).__call__
         lost = lambda reader, *args: (read(reader, *args), args[2].append(SimpleNamespace(block_until_ready=broken)))[0]  # noqa: E731
-        monkeypatch.setattr(type(launches[0].streaming_stats), "__call__", lost)
+        monkeypatch.setattr(type(streaming_of(optimizer)), "__call__", lost)
     else:
         real = in_flight.InFlight.__enter__
 

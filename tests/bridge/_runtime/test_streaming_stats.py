@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import FUSES, clones, movement_error
+from packing import streaming_of
 from policies import change_policy
 
 import bridge
@@ -81,6 +82,7 @@ def test_overflowing_sum_does_not_count_as_nonfinite():
 
 
 def test_dense_gradients_in_any_order_are_not_copied():
+    streaming_stats.streaming_stats_executable("float32", True, False, CPU).compile()
     base = some(sizes=[16 * 32 * 50 * 50])[0]
     turned = base.view(16, 32, 50, 50).to(memory_format=torch.channels_last)
     sparse = torch.zeros(base.numel(), 2)[:, 0].copy_(base)
@@ -140,7 +142,7 @@ def test_clipped_steps_move_as_in_torch():
     optimizer = ours(params)
     train(params, 20, optimizer.step)
     train(other, 20, their_step)
-    assert launches(optimizer)[0].streaming_stats is not None
+    assert streaming_of(optimizer) is not None
     for p, q, s in zip(params, other, start, strict=True):
         assert movement_error(p, q, s) < 1e-5
 
@@ -155,8 +157,8 @@ def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
         m.setattr(policy, "CAN_READ_BY_ADDRESS", False)
         other = sgd(plain)
         train(plain, 20, other.step)
-    assert launches(optimizer)[0].streaming_stats is not None
-    assert launches(other)[0].streaming_stats is None
+    assert streaming_of(optimizer) is not None
+    assert streaming_of(other) is None
     assert max(map(movement_error, params, plain, start)) < 1e-5
     make = streaming_stats._PerDtypeStats.__init__
     first_share = lambda self, *args: (make(self, *args), setattr(self, "shares", self.shares[:1]))[0]  # noqa: E731
@@ -174,7 +176,7 @@ def test_every_set_of_gradients_uses_the_same_programs(monkeypatch):
     train(params, 2, optimizer.step)
     monkeypatch.setattr(reading_compile.LazyExecutable, "__init__", lambda *_: pytest.fail("another program"))
     assert {streaming_stats.streaming_stats_executable("float32", True, False, CPU)} == {
-        kind.executable for kind in launches(optimizer)[0].streaming_stats._per_dtype
+        kind.executable for kind in streaming_of(optimizer)._per_dtype
     }
     monkeypatch.undo()
     for live in ({0, 1, 2}, {1, 3}, {2, 4, 5}):
@@ -183,7 +185,7 @@ def test_every_set_of_gradients_uses_the_same_programs(monkeypatch):
         optimizer.step()
         assert streaming_stats.streaming_stats_executable.cache_info().misses == before
         far = [position for position in live if params[position].numel() >= CHUNK]
-        assert (launches(optimizer)[0].streaming_stats is None) == (not far)
+        assert (streaming_of(optimizer) is None) == (not far)
 
 
 @FUSES
@@ -234,7 +236,7 @@ def test_loss_scale_and_frozen_elements_are_respected(monkeypatch):
     params[0].grad[400:] = torch.nan  # frozen rows
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     optimizer.step()
-    assert launches(optimizer)[0].streaming_stats is not None
+    assert streaming_of(optimizer) is not None
     own = [params[0].grad[:350], params[1].grad, params[3].grad]
     factor = 0.5 / (squares(own) ** 0.5 / 8 + 1e-6) / 8
     for i, g in ((1, params[1].grad), (3, params[3].grad)):
@@ -267,7 +269,7 @@ def test_gradient_without_memory_is_copied_or_raises(scaled):
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        assert launches(optimizer)[0].streaming_stats is not None
+        assert streaming_of(optimizer) is not None
         before, states = clones(params), [{k: v.clone() for k, v in optimizer.state[p].items()} for p in params]
         params[0].grad = gradient
         if error is not None:

@@ -230,7 +230,7 @@ def test_only_a_nonfinite_sum_makes_the_program_read_gradients_again(clip):
     skipped, before = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((2,), np.float64)
 
     def program(platform):
-        measure = lambda g, scaling, before: grad_stats.grad_stats(clip, g, [None] * 3, [None] * 3, scaling, before, platform)  # noqa: E731
+        measure = lambda g, scaling, before: grad_stats.grad_stats(clip, g, [1.0] * 3, [None] * 3, [None] * 3, scaling, before, platform)  # noqa: E731
         with x64():
             return jax.make_jaxpr(measure)(grads, [counts, counts, skipped], before).jaxpr
 

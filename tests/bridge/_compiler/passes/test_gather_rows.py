@@ -40,7 +40,7 @@ from bridge._compiler.passes import gather_rows
 from bridge._memory import address_space
 from bridge._runtime import cache
 from bridge._xla import probes
-from torch_api._step import bound_executable
+from torch_api._step import stats_layout
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
 AT_ONCE = 17  # leaves whose gradients are read by address; the others are gathered or unbucketed
@@ -298,7 +298,7 @@ def test_scaled_loss_gathers_and_unscaled_steps_read_by_address():
             if scaled:
                 del each.grad_scale, each.found_inf
         known = next(parts for key, parts in optimizer._launch_cache.bound_by_grad_set.items() if key[2] is scaled)
-        assert {launch.executable.reads_grads_by_address for part in known for launch in part} == {not scaled}
+        assert {launch.executable.reads_grads_by_address for part in known for launch in part.launches} == {not scaled}
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert addresses == [p.data_ptr() for p in ours]
@@ -383,8 +383,8 @@ def test_gradients_may_be_overwritten_after_the_step():
 def test_norm_reads_gradients_by_address(broken, monkeypatch):
     """The broken variant reads only one gradient of each bucket."""
     if broken:
-        far = bound_executable.BoundExecutable.streamed_grads.fget
-        monkeypatch.setattr(bound_executable.BoundExecutable, "streamed_grads", property(lambda self: far(self)[:1]))
+        streamed = stats_layout.StatsLayout.streamed_grads.fget
+        monkeypatch.setattr(stats_layout.StatsLayout, "streamed_grads", property(lambda self: streamed(self)[:1]))
     shapes = [(160, 256)] * 32 + [(99, 101)]
     ours = parameters(shapes=shapes)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
