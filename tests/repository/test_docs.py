@@ -80,6 +80,17 @@ def test_blocks_of_the_interop_page_run_in_order():
             exec(compile(block, f"interop.md, block {number}", "exec"), names)
 
 
+def test_blocks_of_the_logging_page_run_in_order(capsys):
+    """tests/clients/test_logging_page.py runs the blocks that need other packages."""
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "logging.md").read_text(), flags=re.DOTALL):
+        if not block.startswith("# needs"):
+            exec(compile(block, "logging.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert float(printed.split()[0]) > 0
+    assert re.search(r"^update_ratio/head +0\.00", printed, flags=re.MULTILINE)
+
+
 def test_files_named_in_the_interop_page_exist_and_its_drawing_is_xml():
     from xml.etree import ElementTree
 

@@ -33,7 +33,6 @@ OUT_OF_REACH = {
         "bridge/_flax_optim/optimizer.py",
         "ReplicatedOptimizer: the gradients do not vary over {}.",
     ): "needs several devices: tests/bridge/_flax_optim/test_optimizer.py",
-    ("torch_api/_params/record.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/torch_api/test_distributed.py",
     (
         "torch_api/_params/hyperparam_table.py",
         "{}: {}, but this transformation is not elementwise",

@@ -415,6 +415,7 @@ STEPS = [
     Bad("a step in a forked process", forked, stepped()),
     Bad("an optimizer that is made in a forked process", made_in_a_fork),
     Bad("an average that is not kept", inside("ema_params", lambda opt: None), stepped()),
+    Bad("metrics that are not computed", lambda opt: opt.metrics(), stepped()),
     Bad("a step inside ema_params", inside("ema_params", lambda opt: opt.step()), stepped(averaged)),
     Bad(
         "a step between eval and train",
