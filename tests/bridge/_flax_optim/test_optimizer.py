@@ -20,6 +20,7 @@ import optax
 import pytest
 import torch
 from oracles import movement_error
+from sampling import sampled_tuples
 
 import bridge._flax_optim.optimizer
 from bridge._flax_optim.definitions import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -899,8 +900,9 @@ def replicas():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["pmap", "shard_map"])
-@pytest.mark.parametrize("name", ["momentum", "multi"])
+@pytest.mark.parametrize(
+    ("name", "how"), sampled_tuples([("momentum", "pmap"), ("momentum", "shard_map"), ("multi", "shard_map"), ("multi", "pmap")])
+)
 def test_replicas_use_the_mean_of_the_gradients(replicas, name, how):
     result = replicas[f"{name} {how}"]
     assert replicas["devices"] == 8
