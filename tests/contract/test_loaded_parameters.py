@@ -202,6 +202,7 @@ def test_numpy_view_of_a_parameter_gets_the_updates():
 
 
 @pytest.mark.fast_path
+@pytest.mark.quick
 def test_parameters_in_own_memory_and_requested_copies_do_not_warn():
     array = np.ones((4, 4), np.float32)
     parameter, other = torch.nn.Parameter(torch.from_numpy(array)), torch.nn.Parameter(torch.from_numpy(array.copy()))

@@ -8,6 +8,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from policies import change_policy
@@ -62,6 +63,19 @@ def test_several_streams_give_the_numbers_of_one(single_stream, options):
     side_by_side = steps(*built(**options))
     single_stream()
     assert all(map(torch.equal, side_by_side, steps(*built(**options))))
+
+
+def test_update_that_is_divided_into_pieces_runs_on_one_stream(single_stream):
+    def clipped():
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(200, 200, generator=generator)) for _ in range(COUNT)]
+        return params, torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+
+    side_by_side = steps(*clipped())
+    single_stream()
+    params, optimizer = clipped()
+    assert all(map(torch.equal, side_by_side, steps(params, optimizer)))
+    assert optimizer._launch_cache.last_used[0].executable._outlined is not None
 
 
 @pytest.mark.skipif(not address_space.CAN_READ_BY_ADDRESS, reason="only for Linux on x86-64")

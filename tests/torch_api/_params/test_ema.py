@@ -40,6 +40,24 @@ def test_average_of_a_half_type_is_float32_and_taken_of_the_rounded_weights():
     check_average(MAKERS["adam"], torch.bfloat16)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("broken", [False, True])
+def test_average_of_master_weights_is_not_that_of_the_rounded_weights(broken):
+    """The broken variant takes the average of the parameters."""
+    params = random_params(torch.bfloat16)
+    optimizer = torch_api.MaskedAdam(params, lr=1e-2, ema_decay=0.9, master_weights=True)
+    start = [p.detach().double().clone() for p in params]
+    average = [x.clone() for x in start]
+
+    def follow():
+        for a, p in zip(average, params, strict=True):
+            a.mul_(0.9).add_((p if broken else optimizer.state[p]["master_param"]).detach().double(), alpha=0.1)
+
+    train(optimizer, params, 20, follow)
+    errors = [movement_error(optimizer.state[p]["ema_param"], a, s) for p, a, s in zip(params, average, start, strict=True)]
+    assert (max(errors) < 1e-5) is not broken
+
+
 def check_average(make, dtype):
     params = random_params(dtype)
     optimizer = make(params, ema_decay=0.9)
