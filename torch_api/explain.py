@@ -42,7 +42,8 @@ class Explanation:
       kernel_classes: a row for each class of parameters and buckets that one function updates.
       buckets: a row for each bucket, a buffer that several parameters share.
       copies: a row for each reason why a step copies parameters, state or gradients.
-      bytes_per_step: the bytes that the executables of a step read and write, by the compiler's count; None if they were not counted.
+      stats_bytes: the bytes that a step reads before its executables, for the norm and the finite check of all gradients.
+      bytes_per_step: these, and the bytes that the executables read and write, by the compiler's count; None if they were not counted.
       last_compilation: the step that compiled last, and why; None if no step has compiled, because another optimizer had before.
       cache: the counts of `cache_info()`.
 
@@ -56,6 +57,7 @@ class Explanation:
       cache: as above.
       counts_bytes: whether to ask the compiler for bytes.
       computes_grads: whether the executables compute the gradients themselves.
+      stats_bytes: as above.
       copies: further rows of `copies`.
     """
 
@@ -69,6 +71,7 @@ class Explanation:
         *,
         counts_bytes: bool = True,
         computes_grads: bool = False,
+        stats_bytes: float = 0,
         copies: Sequence[CopySummary] = (),
     ) -> None:
         self.title, self.last_compilation, self.cache = title, last_compilation, cache
@@ -76,7 +79,8 @@ class Explanation:
         self.buckets = summarize_buckets(records, launches)
         self.copies = [*summarize_copies(records, launches, computes_grads), *copies]
         counts = [each.bytes * each.calls for each in self.executables if each.bytes is not None]
-        self.bytes_per_step = sum(counts) if counts else None
+        self.stats_bytes = round(stats_bytes)
+        self.bytes_per_step = sum(counts) + self.stats_bytes if counts else None
 
     @property
     def summary(self) -> str:

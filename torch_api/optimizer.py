@@ -575,15 +575,15 @@ class OptaxOptimizer(SelectorOptimizer):
             bound = launches.prepare(grad_set, hyperparams, transaction.locks)
         if transaction.is_outdated(launches):
             return []
-        self._log_prepared([launch for part in bound for launch in part])
+        self._log_prepared(bound)
         return bound
 
-    def _log_prepared(self, launches: Sequence[BoundExecutable]) -> None:
+    def _log_prepared(self, steps: Sequence[execute.DeviceStep[BoundExecutable]]) -> None:
         """Log the executables of a set of gradients that is new."""
-        if launches and _logs.is_on(_logs.PLAN):
-            _logs.PLAN.info("%s", self._explain(launches, counts_bytes=False))
-        if launches and _logs.is_on(_logs.MEMORY):
-            _logs.MEMORY.info("%s: %s", self._subject, describe_step_memory(launches))
+        if steps and _logs.is_on(_logs.PLAN):
+            _logs.PLAN.info("%s", self._explain(steps, counts_bytes=False))
+        if steps and _logs.is_on(_logs.MEMORY):
+            _logs.MEMORY.info("%s: %s", self._subject, describe_step_memory([launch for step in steps for launch in step.launches]))
 
     def _slow_path(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Do the work of `Guards.check` parameter by parameter: check each gradient before any is used, and follow all changes.
@@ -817,9 +817,8 @@ class OptaxOptimizer(SelectorOptimizer):
 
     def bytes_accessed(self) -> float:
         """Return the bytes that one step moves, by the compiler's count, for the last set of gradients."""
-        steps = self._launch_cache.last_steps
-        of_stats = sum(step.stats_stage.bytes_accessed for step in steps if step.stats_stage is not None)
-        return of_stats + sum(launch.executable.bytes_accessed for launch in self._launch_cache.last_used)
+        of_updates = sum(launch.executable.bytes_accessed for launch in self._launch_cache.last_used)
+        return of_updates + _stats_bytes(self._launch_cache.last_steps)
 
     def cache_info(self) -> CacheInfo:
         """Return how many steps found their executables in the cache, and how many executables were used and compiled."""
@@ -864,12 +863,20 @@ class OptaxOptimizer(SelectorOptimizer):
         It prints as text, as tables in a notebook, and has fields (`explain().copies`). To count the bytes of gradients that are read by
         address, it compiles a program. The log `maskbridge.plan` (`MASKBRIDGE_LOGS=plan`) has the same text for each new set of gradients.
         """
-        return self._explain(self._launch_cache.last_used)
+        return self._explain(self._launch_cache.last_steps)
 
-    def _explain(self, launches: Sequence[BoundExecutable], counts_bytes: bool = True) -> explain.Explanation:
+    def _explain(self, steps: Sequence[execute.DeviceStep[BoundExecutable]], counts_bytes: bool = True) -> explain.Explanation:
         trained = [leaf for leaf in self._trainable if leaf.spec is not None]
-        used = self._used_executables
-        return explain.Explanation(self._subject, launches, trained, used.last_compilation, used.info, counts_bytes=counts_bytes)
+        launches, used = [launch for step in steps for launch in step.launches], self._used_executables
+        return explain.Explanation(
+            self._subject,
+            launches,
+            trained,
+            used.last_compilation,
+            used.info,
+            counts_bytes=counts_bytes,
+            stats_bytes=_stats_bytes(steps) if counts_bytes else 0,
+        )
 
     @property
     def _subject(self) -> str:
@@ -891,3 +898,8 @@ def _shape_tree(records: Sequence[ParamRecord], leaves: Sequence[ParamRecord]) -
             node = node.setdefault(part, {})
         node[last] = kinds.get(id(leaf))
     return root
+
+
+def _stats_bytes(steps: Sequence[execute.DeviceStep[BoundExecutable]]) -> float:
+    """Return the bytes that the statistics of gradients read before the executables of a step, by the compiler's count."""
+    return sum(step.stats_stage.bytes_accessed for step in steps if step.stats_stage is not None)
