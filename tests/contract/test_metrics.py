@@ -173,7 +173,8 @@ def test_a_step_without_gradients_has_norm_0_and_a_copy_begins_anew():
     optimizer.step()
     assert copy.deepcopy(optimizer).grad_norm is None
     optimizer.zero_grad()
-    optimizer.step()
+    with pytest.warns(UserWarning, match="updated nothing"):
+        optimizer.step()
     assert float(optimizer.grad_norm) == 0
     assert optimizer.metrics()["grad_norm"] == 0
 
