@@ -166,6 +166,17 @@ def test_without_metrics_nothing_is_computed_and_the_error_says_what_to_do():
         assert torch.equal(p, q)  # metrics change no bit of the update
 
 
+def test_metrics_add_at_most_24_bytes_an_element():
+    size, counts = 1 << 18, []
+    for options in ({}, {"metrics": True}):
+        params = parameters(shapes=[(size,)])
+        optimizer = torch_api.MaskedAdamW(params, lr=1e-2, **options)
+        give(params, 0)
+        optimizer.step()
+        counts.append(optimizer.bytes_accessed())
+    assert counts[0] < counts[1] <= counts[0] + 24.5 * size
+
+
 def test_a_step_without_gradients_has_norm_0_and_a_copy_begins_anew():
     params = parameters(shapes=[(4, 3)])
     optimizer = torch_api.MaskedAdamW(params, lr=1e-2, max_grad_norm=1.0, metrics=True)

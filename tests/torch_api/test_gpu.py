@@ -387,6 +387,23 @@ def test_program_that_fails_raises_and_loses_nothing():
     assert not torch.equal(p, before)
 
 
+@pytest.mark.parametrize("metrics", [False, True])
+def test_norm_of_the_gradients_is_read_without_waiting(metrics):
+    params = on_gpu()
+    optimizer = torch_api.MaskedAdamW(params, lr=0.01, max_grad_norm=1.0, metrics=metrics)
+    for step in range(3):
+        grads = random_grads(params)
+        set_grads(params, grads)
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        norm = optimizer.grad_norm
+        torch.cuda.set_sync_debug_mode("default")
+        assert norm.is_cuda
+        expected = sum(float(g.double().square().sum()) for g in grads) ** 0.5
+        assert abs(float(norm) / expected - 1) < 1e-6
+        assert not metrics or abs(optimizer.metrics()["grad_norm"] / expected - 1) < 1e-6
+
+
 def test_jax_functions_work_in_torchs_graph():
     f = bridge.jax_function(lambda x, w: {"y": jnp.tanh(x * w), "n": x.shape[0]})
     x, w = (torch.randn(300, device="cuda", requires_grad=True) for _ in range(2))
