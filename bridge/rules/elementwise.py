@@ -48,9 +48,26 @@ def adam(
     The update is -lr * (m_hat / (sqrt(v_hat) + eps)), for AdamW minus lr * weight_decay * params. eps is added outside the root, as in
     torch and in optax's default.
 
+    Args:
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: the penalty or the decoupled decay.
+      amsgrad: whether to divide by the maximum of all averages of the squared gradient so far.
+      maximize: whether to ascend: the gradient is negated.
+      decoupled_weight_decay: whether to decay as AdamW: p is multiplied by 1 - lr * weight_decay, and the gradient has no penalty.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py; Kingma and Ba, arXiv:1412.6980;
     Loshchilov and Hutter, arXiv:1711.05101; amsgrad: Reddi et al., arXiv:1904.09237 (torch takes the maximum before the
     bias correction, optax's amsgrad after it).
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.adam(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -90,7 +107,23 @@ def sgd(
     The first gradient enters the buffer undampened, and lr is applied after the momentum, both as in torch and unlike
     Sutskever et al. (2013).
 
+    Args:
+      lr: the learning rate.
+      momentum: the factor of the momentum; None keeps no state for it.
+      dampening: the gradient enters the momentum with 1 - dampening, the first one with 1; None for none.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      nesterov: whether to step along the gradient plus momentum times the new momentum.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.sgd(lr=0.5, momentum=0.9)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -128,8 +161,25 @@ def rmsprop(
     eps is added outside the root, and the average begins at 0 without bias correction, as in torch. optax's rmsprop adds eps inside and
     has the decay 0.9.
 
+    Args:
+      lr: the learning rate.
+      alpha: the decay rate of the average of the squared gradient.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      momentum: the factor of the momentum; None keeps no state for it.
+      centered: whether to divide by an estimate of the gradient's variance, instead of by the mean of its square.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/rmsprop.py; Tieleman and Hinton, lecture 6.5
     (2012); centered: Graves, arXiv:1308.0850.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.rmsprop(lr=0.05)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -169,7 +219,23 @@ def adagrad(
 ) -> optax.GradientTransformation:
     """torch.optim.Adagrad, per leaf. Both parts of a complex leaf begin at `initial_accumulator_value`.
 
+    Args:
+      lr: the learning rate.
+      lr_decay: lr is divided by 1 + lr_decay * (steps before this one).
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      initial_accumulator_value: the initial sum of squared gradients.
+      eps: the number added to the denominator, outside of the root.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adagrad.py; Duchi et al., JMLR 12 (2011).
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.adagrad(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -191,7 +257,22 @@ def adadelta(
 ) -> optax.GradientTransformation:
     """torch.optim.Adadelta, per leaf. eps is added inside both roots, and lr is not part of the accumulated updates.
 
+    Args:
+      lr: the factor of the update.
+      rho: the decay rate of the averages of the squared gradient and of the squared update.
+      eps: the number added inside both roots.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adadelta.py; Zeiler, arXiv:1212.5701.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.adadelta(lr=100.0)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.3, -0.3], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -222,8 +303,23 @@ def adamax(
 ) -> optax.GradientTransformation:
     """torch.optim.Adamax, per leaf. eps is added to the absolute gradient inside the maximum, as in torch.
 
+    Args:
+      lr: the learning rate.
+      betas: the decay rates of the average of the gradient, and of the maximum of its absolute values.
+      eps: the number added to each absolute value.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adamax.py; Kingma and Ba, arXiv:1412.6980,
     algorithm 2 (which has no eps).
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.adamax(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -254,8 +350,25 @@ def nadam(
 
     The product of the momenta is a float32 scalar, as in torch.
 
+    Args:
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: the penalty or the decoupled decay.
+      momentum_decay: the momentum of step t is betas[0] * (1 - 0.5 * 0.96 ** (t * momentum_decay)).
+      decoupled_weight_decay: whether to decay as AdamW: p is multiplied by 1 - lr * weight_decay, and the gradient has no penalty.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/nadam.py; Dozat, "Incorporating Nesterov
     Momentum into Adam" (2016).
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.nadam(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -298,7 +411,23 @@ def radam(
 
     eps is added to the root before its bias correction, as in torch. The paper has no eps.
 
+    Args:
+      lr: the learning rate.
+      betas: the decay rates of the averages of the gradient and of its square.
+      eps: the number added to the denominator, outside of the root.
+      weight_decay: the penalty or the decoupled decay.
+      decoupled_weight_decay: whether to decay as AdamW: p is multiplied by 1 - lr * weight_decay, and the gradient has no penalty.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/radam.py; Liu et al., arXiv:1908.03265.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.radam(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -336,8 +465,22 @@ def rprop(
     Where the gradient changes its sign, the step size shrinks and the element does not move in that step (iRprop-). An element with a
     NaN gradient does not move either, as in torch.
 
+    Args:
+      lr: the initial step size of each element.
+      etas: the factors of an element's step size where the sign of the gradient has changed, and where it has not.
+      step_sizes: the least and the greatest step size.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/rprop.py; Riedmiller and Braun, ICNN 1993; Igel
     and Huesken, NC 2000.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.rprop(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:
@@ -370,8 +513,24 @@ def asgd(
 
     `eta` and `mu` are the values for the next step, float32 scalars, as in torch.
 
+    Args:
+      lr: the initial learning rate.
+      lambd: the decay: p is multiplied by 1 - lambd * eta.
+      alpha: lr is divided by (1 + lambd * lr * step) ** alpha.
+      t0: the step from which on the parameter is averaged.
+      weight_decay: an L2 penalty: weight_decay * p is added to the gradient.
+      maximize: whether to ascend: the gradient is negated.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/asgd.py; Polyak and Juditsky, SIAM J. Control
     Optim. 30 (1992).
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.rules.asgd(lr=0.5, lambd=0.0)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:

@@ -40,6 +40,12 @@ def newton_schulz(
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
     https://kellerjordan.github.io/posts/muon/.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> bridge.matrix_rules.newton_schulz(3 * jnp.eye(2), bridge.matrix_rules.NS_COEFFICIENTS, 5, 1e-7).round()
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
     """
     info = jnp.finfo(dtype)
     sums = jnp.float64 if info.bits == 64 else jnp.float32
@@ -87,8 +93,25 @@ def muon(
     `lr` is multiplied by sqrt(max(1, rows / columns)) if `adjust_lr_fn` is "original" or None, and by
     0.2 * sqrt(max(rows, columns)) if it is "match_rms_adamw".
 
+    Args:
+      lr: the learning rate.
+      weight_decay: the decoupled decay: p is multiplied by 1 - lr * weight_decay.
+      momentum: the decay rate of the average of the gradient.
+      nesterov: whether to step along the average of the gradient and the new momentum.
+      ns_coefficients, eps, ns_steps: the coefficients, eps and steps of `newton_schulz`.
+      adjust_lr_fn: "original", "match_rms_adamw" or None.
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
     https://kellerjordan.github.io/posts/muon/; match_rms_adamw: Liu et al., arXiv:2502.16982.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.matrix_rules.muon(lr=1.0, weight_decay=0.0)
+      >>> params = grads = {"w": jnp.eye(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round()
+      Array([[-1.,  0.],
+             [ 0., -1.]], dtype=float32)
     """
     direction = functools.partial(newton_schulz, coefficients=ns_coefficients, steps=ns_steps, eps=eps)
     return muon_with(direction, lr, weight_decay, momentum, nesterov, adjust_lr_fn)
@@ -103,7 +126,21 @@ def muon_with(
     nesterov: bool,
     adjust_lr_fn: str | None,
 ) -> optax.GradientTransformation:
-    """`muon` with another function from the momentum to the direction of the update, such as `newton_schulz` in float64."""
+    """`muon` with another function from the momentum to the direction of the update, such as `newton_schulz` in float64.
+
+    Args:
+      direction: the function.
+      lr, weight_decay, momentum, nesterov, adjust_lr_fn: as in `muon`.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.matrix_rules.muon_with(jnp.sign, 1.0, 0.0, 0.9, True, None)
+      >>> params = grads = {"w": jnp.eye(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round()
+      Array([[-1.,  0.],
+             [ 0., -1.]], dtype=float32)
+    """
 
     def ratio(rows: int, columns: int) -> float:
         return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
@@ -135,8 +172,25 @@ def adafactor(
     which counts as at least eps[1], and the relative step is at most 1 / sqrt(step). eps[0] None means the machine epsilon of `dtype`,
     the dtype that the leaf is stored in (None: the dtype that it has here). optax.adafactor has other schedules, and momentum.
 
+    Args:
+      lr: the greatest step relative to the leaf.
+      beta2_decay: the averages of squared gradients decay by 1 - step ** beta2_decay.
+      eps: the least squared gradient, and the least root mean square of a leaf.
+      d: the bound on the root mean square of the update.
+      weight_decay: the decoupled decay: p is multiplied by 1 - lr * weight_decay.
+      maximize: whether to ascend: the gradient is negated.
+      dtype: the name of the dtype for eps[0].
+
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_adafactor.py; Shazeer and Stern,
     arXiv:1804.04235.
+
+    Example:
+      >>> import bridge, jax.numpy as jnp
+      >>> tx = bridge.matrix_rules.adafactor(lr=0.5)
+      >>> params = grads = {"w": jnp.ones(2)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> updates["w"].round(1)
+      Array([-0.5, -0.5], dtype=float32)
     """
 
     def init_leaf(p: jax.Array) -> State:

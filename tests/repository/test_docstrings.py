@@ -18,7 +18,7 @@ def is_ours(thing):
     return (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__.split(".")[0] in ("bridge", "torch_api")
 
 
-PACKAGES = (bridge, torch_api)
+PACKAGES = (bridge, bridge.rules, bridge.matrix_rules, torch_api)
 PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}
 OURS = {name: thing for name, thing in PUBLIC.items() if is_ours(thing)}
 MODULES = sorted({thing.__module__ for thing in OURS.values()})
