@@ -172,9 +172,13 @@ forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_curr
 # Whether a tensor is batched by torch's old vmap. Without it torch itself raises an error for such a tensor, with a text of its own.
 is_legacy_batch: Callable[[torch.Tensor], bool] = private("torch._C._functorch.is_legacy_batchedtensor", _no, needed=True)
 
-# The class that gives `torch.autograd.Function` its `apply`, also an `apply` kept in a variable. Without it `Function` itself: an `apply`
-# kept in a variable then runs torch's own code, which fails on traced tensors.
-FUNCTION_BASE: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function, needed=True)
+# Whether `apply` of `torch.autograd.Function` is C code (torch 2.14). If it is Python code (torch 2.13), it calls `apply` of its base.
+APPLY_IS_C: bool = not isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
+
+# The class whose `apply` every Function calls; with torch 2.13 also an `apply` kept in a variable. Without it `Function` itself:
+# such an `apply` then runs torch's own code, which fails on traced tensors.
+_single_level: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function, needed=True)
+FUNCTION_BASE: Any = torch.autograd.Function if APPLY_IS_C else _single_level
 
 
 def unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

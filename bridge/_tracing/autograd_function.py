@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import torch
+from torch.autograd.function import FunctionMeta
 from torch.utils import checkpoint
 
-from bridge._compat.torch import FUNCTION_BASE, sample_dirichlet, with_overrides
+from bridge._compat.torch import APPLY_IS_C, FUNCTION_BASE, sample_dirichlet, with_overrides
 
 from .context import context, current_module_path, next_key
 from .op_registry import TracingMode, iter_leaves, propagate_requires_grad, unsupported_op_error
@@ -42,15 +43,52 @@ def trace_scope(**values: Any) -> Iterator[None]:
         context.__dict__.update(before)
 
 
+def _is_traced(args: object) -> bool:
+    return context.dispatch is not None and any(isinstance(x, TracedTensor) for x in iter_leaves(args))
+
+
+def _trace(function: type[torch.autograd.Function], args: tuple[object, ...]) -> Any:
+    out = _apply_traced(function, args)
+    propagate_requires_grad(out, args)
+    return out
+
+
 def _apply_or_trace(function: type[torch.autograd.Function], *args: object, **kwargs: object) -> Any:
-    if context.dispatch is not None and any(isinstance(x, TracedTensor) for x in iter_leaves(args)):
-        out = _apply_traced(function, args)
-        propagate_requires_grad(out, args)
-        return out
-    return super(FUNCTION_BASE, function).apply(*args, **kwargs)
+    return _trace(function, args) if _is_traced(args) else super(FUNCTION_BASE, function).apply(*args, **kwargs)
+
+
+def _has_setup_context(function: type[torch.autograd.Function]) -> bool:
+    return function.setup_context is not torch.autograd.Function.setup_context
+
+
+def _forward_or_trace(function: type[torch.autograd.Function], forward: Any, *args: object) -> Any:
+    """Do what the forward of a Function does for `apply` in C; for traced tensors, what `apply` does."""
+    inputs = args if _has_setup_context(function) else args[1:]  # without the ctx
+    if not _is_traced(inputs):
+        return forward(*args)
+    with torch.enable_grad():
+        return _trace(function, inputs)
+
+
+def _read_attribute(function: type[torch.autograd.Function], name: str) -> Any:
+    """Return an attribute of a Function. An `apply` kept in a variable gets another forward.
+
+    Such an `apply` is C code that nobody can replace. It reads `_backward_cls` of the class and then `forward`, which it calls.
+    """
+    found = type.__getattribute__(function, name)
+    if context.dispatch is None:
+        return found
+    if name == "_backward_cls":
+        context.applied_function = function
+    elif name == "forward" and context.applied_function is function:
+        context.applied_function = None
+        return functools.partial(_forward_or_trace, function, found)
+    return found
 
 
 patch_while_tracing(FUNCTION_BASE, "apply", classmethod(_apply_or_trace))
+if APPLY_IS_C:
+    patch_while_tracing(FunctionMeta, "__getattribute__", _read_attribute)
 
 
 class FunctionCtx:
@@ -135,7 +173,7 @@ class _FunctionCall:
         args, function, ctx = list(self._args), self._function, FunctionCtx(self._needs_input_grad)
         for i, x in zip(self._positions, arrays, strict=True):
             args[i] = TracedTensor(x)
-        if function.setup_context is not torch.autograd.Function.setup_context:
+        if _has_setup_context(function):
             out = function.forward(*args)
             function.setup_context(ctx, tuple(args), out)
         else:

@@ -29,6 +29,7 @@ class TraceContext(threading.local):
     buffer_trace_state: object = None  # the `trace_state` in which new buffer values are returned; None: they are dropped
     proxies: Mapping[int, nn.Module] = MappingProxyType({})  # id of an original module -> its proxy
     traced_tensors: Mapping[int, torch.Tensor] = MappingProxyType({})  # id of an original parameter or buffer -> its traced tensor
+    applied_function: type[torch.autograd.Function] | None = None  # the Function whose `apply` in C has begun
     in_module_call: bool = False  # whether a module's call is running
 
 

@@ -55,6 +55,7 @@ def test_two_parameters_read_and_write_each_array_once(make, least):
 
 
 @FUSES
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this XLA writes loops of many operands without our pass too")
 @pytest.mark.usefixtures("standard_promotion")
 def test_comparison_detects_too_many_operands(monkeypatch):
     monkeypatch.setattr(per_kind, "limit_operands", lambda closed, size: closed)
