@@ -50,10 +50,12 @@ def get_executables(
         new: dict[UpdatePlan | StatsPlan, UpdateExecutable | StatsExecutable] = {}
         to_compile = [piece for piece in others if piece.compiled is None]
         compiling: dict[LazyExecutable, Future[None]] = {piece: submit(piece.compile) for piece in to_compile}
+        needed_by = dict.fromkeys(to_compile, wanted[0]) if wanted else {}  # what is compiled now, and a plan that needs it
         try:
             for plan in missing:
                 program = new[plan] = UpdateExecutable(plan, cls_name) if isinstance(plan, UpdatePlan) else StatsExecutable(plan)
                 to_compile = [piece for piece in program.lazy_executables if piece.compiled is None and piece not in compiling]
+                needed_by |= dict.fromkeys(to_compile, plan)
                 if len(missing) == len(to_compile) == 1 and not compiling:
                     to_compile[0].compile()
                 else:
@@ -64,9 +66,8 @@ def get_executables(
             each.result()  # raises the error of a failed compilation
         for program in new.values():
             program.finish_compiling()
-            if isinstance(program, UpdateExecutable) and _logs.is_on(_logs.HLO):
-                subject, count = _logs.subject(cls_name, program.plan.device), len(program.plan.leaves)
-                _logs.HLO.info("%s: optimized HLO of the update of %d leaves\n%s", subject, count, program.update.as_text())
+        for piece, plan in needed_by.items() if _logs.is_on(_logs.HLO) else ():
+            _log_hlo(cls_name, plan, piece)
         _compilations += sum(isinstance(plan, UpdatePlan) for plan in new)
         _programs.update(new)
         by_plan |= new
@@ -81,6 +82,12 @@ def get_executables(
 
 def _compile_order(plan: UpdatePlan | StatsPlan) -> int:
     return -len(set(plan.leaves)) if isinstance(plan, UpdatePlan) else 0
+
+
+def _log_hlo(cls_name: str, plan: UpdatePlan | StatsPlan, executable: LazyExecutable) -> None:
+    update, what = (plan, "update") if isinstance(plan, UpdatePlan) else (plan.plan, "statistics of gradients")
+    subject, text = _logs.subject(cls_name, update.device), executable.compiled.as_text()
+    _logs.HLO.info("%s: optimized HLO for the %s of %d leaves\n%s", subject, what, len(update.leaves), text)
 
 
 def compilations() -> int:

@@ -56,7 +56,7 @@ def test_jaxpr_and_hlo_have_the_text_of_each_program_that_is_compiled(turned_on)
     (jaxpr,), (hlo,) = jaxprs(), programs()
     assert jaxpr.startswith("MaskedAdamW on cpu: jaxpr of the update of 2 leaves\n")
     assert "{ lambda " in jaxpr
-    assert hlo.startswith("MaskedAdamW on cpu: optimized HLO of the update of 2 leaves\nHloModule ")
+    assert hlo.startswith("MaskedAdamW on cpu: optimized HLO for the update of 2 leaves\nHloModule ")
     assert "f32[636]" in jaxpr
     assert "f32[636]" in hlo
 
@@ -82,6 +82,23 @@ def test_plan_and_memory_tell_of_each_new_set_of_gradients(turned_on):
     optimizer.step()
     assert len(plans()) == 2
     assert len(memory()) == 3
+
+
+def test_warm_step_asks_no_log(monkeypatch, caplog):
+    model = torch.nn.Linear(3, 5)
+    optimizer = torch_api.MaskedAdamW(model.named_parameters())
+    train_step = torch_api.JaxTrainStep(model, lambda model, x: model(x).square().mean(), optimizer)
+    plain, params = trained((3, 215))
+    caplog.set_level(logging.INFO, "maskbridge")
+    asked, ask = [], logging.Logger.isEnabledFor
+    monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda self, level: asked.append(self.name) or ask(self, level))
+    for _ in range(3):
+        asked.clear()
+        plain.step(), train_step(torch.randn(2, 3))
+    assert [name for name in asked if name.startswith("maskbridge")] == []
+    params["a"].grad = None
+    plain.step()
+    assert "maskbridge.recompiles" in asked
 
 
 def test_train_step_has_the_same_logs(turned_on):

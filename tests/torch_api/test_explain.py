@@ -1,5 +1,7 @@
 """`explain()`: what the last step ran, and why."""
 
+import logging
+
 import numpy as np
 import optax
 import pytest
@@ -103,6 +105,19 @@ def test_leaves_of_one_class_and_calls_of_one_executable_are_counted(monkeypatch
     assert sum(len(each.parameters) for each in found.executables) == 21
     assert sorted(each.leaves for each in found.kernel_classes) == [1, 20]
     assert found.bytes_per_step == optimizer.bytes_accessed()
+
+
+def test_hlo_log_has_the_programs_of_a_norm_too(monkeypatch, caplog):
+    change_policy(monkeypatch, "CHUNKING", max_shared_loops=16, max_equal_leaves=10)
+    change_policy(monkeypatch, "BUCKETING", max_gathered_row_bytes=0)
+    optimizer, _ = trained([(5, 229)] * 20 + [(3,)], max_grad_norm=1.0)
+    caplog.set_level(logging.INFO, "maskbridge.hlo")
+    optimizer.step()
+    assert len(optimizer.explain().executables) == 2
+    heads = [record.getMessage().split("\n")[0] for record in caplog.records]
+    updates = {f"MaskedAdamW on cpu: optimized HLO for the update of {count} leaves" for count in (1, 10)}
+    assert updates < set(heads)
+    assert any("statistics of gradients" in head for head in set(heads) - updates)
 
 
 def test_joint_sets_are_one_class():
