@@ -432,7 +432,8 @@ def test_constant_buffer_is_owned_by_jax_and_donated_in_place(dtype, shape, valu
     device = jax.devices("cpu")[0]
     array = allocation.full(shape, jnp.dtype(dtype), value, device)
     assert (array.shape, array.dtype) == (shape, jnp.dtype(dtype))
-    np.testing.assert_array_equal(np.asarray(array), np.full(shape, value, jnp.dtype(dtype)))
+    read = allocation.full(shape, jnp.dtype(dtype), value, device)  # in jax 0.11 a bfloat16 array that NumPy has read is not donated
+    np.testing.assert_array_equal(np.asarray(read), np.full(shape, value, jnp.dtype(dtype)))
     before = array.unsafe_buffer_pointer()
     (after,) = jax.jit(lambda x: (~x if dtype == "bool" else x + 1,), donate_argnums=0)(array)
     assert array.is_deleted()
