@@ -29,7 +29,7 @@ PUBLIC = {
     "maskbridge": maskbridge,
     "torch_api": torch_api,
 }
-DOTTED = re.compile(r"(bridge|maskbridge|torch_api)(\.\w+)+")
+DOTTED = re.compile(r"(bridge|torch_api)(\.\w+)+")  # not maskbridge.plan and the like, which are loggers
 # The only support file of contract tests that may read private modules: it counts bytes and executables with the thresholds of 2 cores.
 EXEMPT = TESTS / "support" / "cost_probe.py"
 
