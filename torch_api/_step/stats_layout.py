@@ -25,8 +25,8 @@ class StatsLayout:
 
     chunks: the operands of each executable.
     own_weights: for each executable its `UpdatePlan.stats_weights`.
-    stage_weights: for each group of the stage, for each executable its `StatsPlan.weights`. No gradient of a stage that streams has a
-      weight there and in `own_weights` too; one without any weight is streamed.
+    stage_weights: for each group of the stage and each executable the `StatsPlan.weights`. A gradient that has a weight neither here nor
+      in `own_weights` is streamed.
     reductions: as in `StatsStage`.
     """
 
