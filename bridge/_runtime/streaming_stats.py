@@ -163,7 +163,7 @@ class _PerDtypeStats:
         self.positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
         self.starts = np.zeros(0, np.int64)
         streaming = policy.STREAMING
-        cores = max(1, min(_process.CORES if streams.HAS_STREAMS else 1, int(sizes.sum()) // streaming.min_elements))
+        cores = max(1, min(_process.CORES if streams.has_streams() else 1, int(sizes.sum()) // streaming.min_elements))
         whole, ragged = sizes // streaming.chunk_elements, np.flatnonzero(sizes % streaming.chunk_elements)
         turns = int(whole.sum()) // (streaming.concurrent_chunks * cores)
         count = turns * streaming.concurrent_chunks * cores

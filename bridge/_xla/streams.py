@@ -24,8 +24,12 @@ def _keep_stream(_: int) -> None:
 
 
 _stream_calls = stream_calls  # jaxlib's calls that read and set this thread's stream
-HAS_STREAMS = _stream_calls is not None
 set_stream = _keep_stream if _stream_calls is None else _stream_calls[1]
+
+
+def has_streams() -> bool:
+    """Return whether programs can run in several streams."""
+    return _stream_calls is not None
 
 
 @functools.lru_cache(64)

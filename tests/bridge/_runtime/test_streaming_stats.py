@@ -166,7 +166,7 @@ def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
     monkeypatch.setattr(_process, "CORES", 2)
     change_policy(monkeypatch, "STREAMING", min_elements=1 << 19)
     train(half, 20, sgd(half).step)
-    if streams.HAS_STREAMS:
+    if streams.has_streams():
         assert max(map(movement_error, half, plain, start)) > 1e-2
 
 

@@ -53,7 +53,6 @@ def single_stream(monkeypatch):
     def without():
         monkeypatch.setattr(streams, "_stream_calls", None)
         monkeypatch.setattr(streams, "set_stream", streams._keep_stream)
-        monkeypatch.setattr(streams, "HAS_STREAMS", False)
 
     return without
 
