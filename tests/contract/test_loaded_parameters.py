@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from sampling import sampled
 
 import torch_api
 
@@ -83,7 +84,7 @@ def steps(parameters, optimizer):
 
 
 @pytest.mark.fast_path
-@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize("load", sampled(LOADERS))
 def test_loaded_parameters_are_updated_in_their_own_memory(load, tmp_path):
     loaded, twin = load(tmp_path), model()
     gc.collect()
@@ -285,7 +286,7 @@ THAWS = {
 
 
 @pytest.mark.fast_path
-@pytest.mark.parametrize("first", ["the train step", "the optimizer"])
+@pytest.mark.parametrize("first", sampled(["the train step", "the optimizer"]))
 @pytest.mark.parametrize("thaw", THAWS)
 def test_thawed_parameter_of_a_train_step_is_updated_in_place(thaw, first):
     made, twin, batches = model(), model(), [torch.ones(2, 8), torch.ones(3, 8)]

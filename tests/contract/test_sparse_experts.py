@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -57,7 +58,7 @@ def held():
 
 
 @pytest.mark.fast_path
-@pytest.mark.parametrize("absent", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("absent", sampled([0.3, 0.7, 0.9]))
 def test_random_subsets_move_as_in_torch_with_few_programs(absent):
     ours, theirs, start = experts()
     optimizer, other = optimizers(ours, theirs)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
+from sampling import sampled
 
 import torch_api
 from bridge._runtime import cache
@@ -52,7 +53,7 @@ def in_backward(model, make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("name", sampled(["AdamW", "SGD"]))
 def test_optimizers_in_the_backward_pass_share_programs_and_move_as_one(name):
     ours, _, options = PAIRS[name]
     options = {"lr": 0.0123, **options}  # hyperparameters are not part of a program, so a program of another test may be reused

@@ -28,6 +28,7 @@ from optax_cases import (
     twin,
 )
 from oracles import CLOSE
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -63,7 +64,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", sampled(TRANSFORMATIONS))
 def test_ready_transformation_moves_as_in_pure_jax_and_resumes_exactly(name):
     params = draw()
     start, grads, tx = snap(params), draw_grads(params), TRANSFORMATIONS[name]()

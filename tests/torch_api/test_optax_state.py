@@ -10,6 +10,7 @@ import optax.contrib
 import pytest
 import torch
 from oracles import jitted
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -117,7 +118,7 @@ HEAVY = [pytest.param(name, marks=pytest.mark.slow) if name not in ("Adam", "SGD
 
 
 @pytest.mark.parametrize("package", [torch.optim, torch_api], ids=["torch.optim", "torch_api"])
-@pytest.mark.parametrize("name", HEAVY)
+@pytest.mark.parametrize("name", sampled(HEAVY))
 def test_steps_of_torch_and_of_optax_combine(name, package):
     options, tx = SAME[name]
     build = getattr(package, ("Masked" if package is torch_api else "") + name.split(",")[0])
@@ -180,7 +181,7 @@ READY = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", sampled(READY))
 def test_transformation_continues_in_pure_optax_and_back(name):
     tx, net, reference = READY[name], Net(), Net()
     start = tree_of(net)

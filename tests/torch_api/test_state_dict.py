@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
+from sampling import sampled
 
 import torch_api
 
@@ -74,7 +75,7 @@ def test_checkpoints_load_from_and_into_torch_during_a_run(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.bfloat16, torch.float64, torch.complex64]), ids=str)
 @pytest.mark.parametrize("name", PAIRS)
 def test_resumed_run_equals_the_uninterrupted_one(name, dtype):
     masked, _, options = PAIRS[name]

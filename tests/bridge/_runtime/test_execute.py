@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracles import clones, project_frames, random_grads, random_params, set_grads
 from policies import change_policy
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -264,7 +265,7 @@ def requests():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", sampled(REQUESTS))
 def test_process_flag_is_set_only_if_needed_effective_and_wanted(requests, name):
     assert requests[name] == list(REQUESTS[name][2:])
 

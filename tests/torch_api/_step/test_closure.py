@@ -7,6 +7,7 @@ import optax
 import pytest
 import torch
 from oracles import jitted
+from sampling import sampled
 
 import torch_api
 from bridge._process import x64
@@ -65,7 +66,7 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-4)], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", sampled(SEARCHES))
 def test_line_search_through_a_closure_matches_pure_jax(name, dtype, near):
     """The losses of both frameworks differ in float32, and a line search amplifies that; elsewhere the tolerance is 1e-6."""
     tx, params, calls = SEARCHES[name](), start(dtype), []
@@ -167,6 +168,7 @@ def test_unsupported_extra_arguments_raise():
         optimizer.step(valu=1.0)
 
 
+@pytest.mark.nightly
 def test_float64_survives_a_callback_in_a_thread_of_xla():
     """x64 is off; programs with small operands run in the caller's thread, where it is on."""
     size, steps = 2000, 6

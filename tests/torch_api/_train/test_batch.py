@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 from oracles import movement_error
+from sampling import sampled
 from torch import nn
 from torch.nn import functional as F
 from train_steps import adamw, assert_moved_alike, batches, mlp, mse
@@ -153,7 +154,7 @@ def in_pure_jax(tx, model, x, y, steps):
     return losses, params
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64]))
 def test_line_search_runs_inside_the_program(dtype):
     """L-BFGS evaluates the loss at trial points; here these evaluations are part of the program."""
     model = mlp(dtype=dtype)

@@ -85,7 +85,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize("name", sampled(WITHIN))
 def test_updates_with_a_global_norm_may_use_any_primitive(name):
     def update(updates, state, params=None):
         norm = norm_of(updates)
