@@ -118,7 +118,7 @@ HEAVY = [pytest.param(name, marks=pytest.mark.slow) if name not in ("Adam", "SGD
 
 
 @pytest.mark.parametrize("package", [torch.optim, torch_api], ids=["torch.optim", "torch_api"])
-@pytest.mark.parametrize("name", sampled(HEAVY))
+@pytest.mark.parametrize("name", HEAVY)
 def test_steps_of_torch_and_of_optax_combine(name, package):
     options, tx = SAME[name]
     build = getattr(package, ("Masked" if package is torch_api else "") + name.split(",")[0])
