@@ -12,8 +12,6 @@ import torch
 import bridge
 import torch_api
 
-pytestmark = pytest.mark.quick
-
 SHAPES = [(30, 7), (5,), (300,), (300,), (300,), (300,), (17,), (1,), (257, 5)]
 
 
@@ -113,6 +111,7 @@ def test_grad_norm_of_large_gradients_and_of_several_programs():
     assert abs(float(optimizer.grad_norm) / norm(p.grad for _, p in params) - 1) < 1e-6
 
 
+@pytest.mark.quick
 def test_only_trained_elements_count():
     params = parameters(shapes=[(4, 3), (5,), (6,)])
     mask = {"body.p0": torch.arange(12).reshape(4, 3) > 5, "head.p1": True, "body.p2": False}
@@ -142,6 +141,7 @@ def test_gradients_of_a_scaled_loss_are_unscaled_and_a_skipped_step_says_so(boun
         assert (metrics["update_norm"] == 0) is bool(found_inf)
 
 
+@pytest.mark.quick
 def test_labels_have_entries_of_their_own():
     params = parameters()
     split = {"fast": (optax.adam, {"lr": 1e-2}), "slow": (optax.sgd, {"lr": 1e-3})}
@@ -177,6 +177,7 @@ def test_metrics_add_at_most_24_bytes_an_element():
     assert counts[0] < counts[1] <= counts[0] + 24.5 * size
 
 
+@pytest.mark.quick
 def test_a_step_without_gradients_has_norm_0_and_a_copy_begins_anew():
     params = parameters(shapes=[(4, 3)])
     optimizer = torch_api.MaskedAdamW(params, lr=1e-2, max_grad_norm=1.0, metrics=True)

@@ -9,7 +9,7 @@ import torch
 import bridge
 import torch_api
 
-pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+pytestmark = pytest.mark.unoptimized
 INSIDE = "inside the transformation"
 
 
@@ -89,6 +89,7 @@ def test_shown_rates_are_those_of_optax(name):
     np.testing.assert_allclose(updates["w"], -lr * decay * 3.0, rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_each_parameter_has_the_rates_of_its_own():
     labels = {"0": {"weight": "a", "bias": "b"}, "1": "a"}
     tx = optax.partition({"a": optax.adamw(1e-3, weight_decay=0.1, mask=matrices), "b": optax.sgd(0.5)}, labels)
@@ -110,6 +111,7 @@ def test_partitioned_and_factories():
     assert shown(optimizer) == (0.5, 0.2)
 
 
+@pytest.mark.quick
 def test_schedule_and_injected_rate_are_shown_as_they_are_now():
     def stepped(tx):
         net = model()
