@@ -61,7 +61,7 @@ from ._step.guards import Guards
 from ._step.launch_cache import GradSet, LaunchCache
 from ._step.recompile_reasons import CacheInfo, UsedExecutables, few_names
 from ._step.state_watch import StateAccess
-from ._step.step_metrics import NO_GRADIENTS, DeviceResult, LastStep, sum_over_shards, sum_statistics
+from ._step.step_metrics import LastStep, Numbers, sum_over_shards, sum_statistics
 from ._step.summaries import describe_layout, describe_step_memory
 from ._step.transaction import StepTransaction
 from .optimizer_base import SelectorOptimizer, devices_of
@@ -476,12 +476,12 @@ class OptaxOptimizer(SelectorOptimizer):
         with_grad, grads = self._guards.check() or self._slow_path()
         if self._devices != transaction.locks.devices:
             return False
+        scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None  # GradScaler sets and deletes them
         if not with_grad:
-            self._finish_without_gradients(grads_checked)
+            self._finish_without_gradients(GradSet((), NO_EXTRA_ARGS, scaled, scaled and grads_checked))
             return True
         extra, extra_arrays = (NO_EXTRA_ARGS, ()) if arguments is None else arguments.for_leaves(transaction.records(with_grad))
         hyperparams = self._hyperparams()
-        scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None  # GradScaler sets and deletes them
         if scaled:
             grad_scaler.check_scaler_tensors(grad_scale=attributes.get("grad_scale"), found_inf=attributes.get("found_inf"))
         grad_set = GradSet(with_grad, extra, scaled, scaled and grads_checked)
@@ -495,7 +495,7 @@ class OptaxOptimizer(SelectorOptimizer):
         for device_step in on_device:
             for launch in device_step.launches:
                 transaction.snapshots += launch.snapshot() if launch.executable.has_callback else ()
-        results: list[execute.StepResult[BoundExecutable]] = []
+        numbers: list[Numbers] = []
         skip_counts: list[tuple[jax.typing.ArrayLike, jax.Array]] = []
         try:
             for device_step in on_device:
@@ -506,7 +506,8 @@ class OptaxOptimizer(SelectorOptimizer):
                     else []
                 )
                 inputs = execute.StepInputs(grads, hyperparams, extra_arrays, scales)
-                results.append(result := execute.run(device_step, inputs, transaction.completed))
+                result = execute.run(device_step, inputs, transaction.completed)
+                numbers.append(result.numbers)
                 if scaled:
                     skip_counts.append((scales[2], result.skip_counts[0]))
                     self._loss_scale.record_skipped(launches[0].device, result.skip_counts[0])
@@ -516,8 +517,8 @@ class OptaxOptimizer(SelectorOptimizer):
             transaction.rollback(error)
             raise
         if self.max_grad_norm is not None or self._options.metrics:
-            sums = self._sums_of_processes(results) if self._launch_cache.shard_groups.meshes else None
-            self._last_step = LastStep(self.max_grad_norm, results, skip_counts, sums)
+            sums = self._sums_of_processes(numbers) if self._launch_cache.shard_groups.meshes else None
+            self._last_step = LastStep(self.max_grad_norm, numbers, skip_counts, sums)
         if self._state_access.may_be_referenced:
             transaction.commit()
         if search is not None and search.error is not None:
@@ -525,25 +526,23 @@ class OptaxOptimizer(SelectorOptimizer):
             raise search.error
         return True
 
-    def _finish_without_gradients(self, grads_checked: bool) -> None:
+    def _finish_without_gradients(self, grad_set: GradSet) -> None:
         """Finish a step in which no trained parameter has a gradient. Other processes, which have other shards, may update theirs."""
-        attributes, groups = vars(self), self._launch_cache.shard_groups
-        scaled = "found_inf" in attributes or attributes.get("grad_scale") is not None
-        result = NO_GRADIENTS
-        if self._launch_cache.needs_stats(GradSet((), NO_EXTRA_ARGS, scaled, scaled and grads_checked)):
+        groups, numbers = self._launch_cache.shard_groups, Numbers()
+        if self._launch_cache.needs_stats(grad_set):
             stats = sum_statistics(groups)
-            result = result._replace(stats=[stats])
-            if scaled and not np.isfinite(stats[1]):
+            numbers = Numbers(stats=[stats])
+            if grad_set.has_loss_scale and not np.isfinite(stats[1]):
                 self._loss_scale.count_skipped(self._devices[0])
-        self._last_step = LastStep(self.max_grad_norm, [result], (), self._sums_of_processes([result]) if groups.meshes else None)
+        self._last_step = LastStep(self.max_grad_norm, [numbers], (), self._sums_of_processes([numbers]) if groups.meshes else None)
         self._warn_of_no_gradients()
 
-    def _sums_of_processes(self, results: Sequence[DeviceResult]) -> dict[str, np.ndarray] | None:
+    def _sums_of_processes(self, numbers: Sequence[Numbers]) -> dict[str, np.ndarray] | None:
         """Return the sums of squares of all processes, by label or group; None without metrics."""
         if not self._options.metrics:
             return None
         trained = [leaf for leaf in self._trainable if leaf.param.requires_grad]
-        return sum_over_shards(results, trained, self._metrics_key, self._launch_cache.shard_groups)
+        return sum_over_shards(numbers, trained, self._metrics_key, self._launch_cache.shard_groups)
 
     def _make_extra_args(self, extra_args: dict[str, PyTree]) -> ExtraArgs:
         """Return the extra arguments of a step. If their names differ from the last step's, the layout is rebuilt."""

@@ -30,7 +30,7 @@ from bridge._xla import streams
 
 from . import openmp
 from .in_flight import InFlight
-from .launch import Launch
+from .launch import Launch, StepNumbers
 from .stats_stage import NO_STATS, StatsStage
 
 __all__ = ["DeviceStep", "StepInputs", "StepResult", "run"]
@@ -79,14 +79,12 @@ class StepResult(NamedTuple, Generic[_L]):
 
     moved: whether a result has another address than the buffer that was donated for it.
     skip_counts: with a loss scale the new count of skipped updates, else empty.
-    stats: the statistics of the gradients, if the executables clip; else empty.
-    metrics: for each executable that has metrics its launch and its metrics.
+    numbers: what users log.
     """
 
     moved: bool
     skip_counts: list[jax.Array]
-    stats: Sequence[Argument]
-    metrics: Sequence[tuple[_L, jax.Array]]
+    numbers: StepNumbers[_L]
 
 
 def run(device_step: DeviceStep[_L], inputs: StepInputs, completed: list[_L]) -> StepResult[_L]:
@@ -121,7 +119,7 @@ def run(device_step: DeviceStep[_L], inputs: StepInputs, completed: list[_L]) ->
             for launch, gradients in zip(batch, arguments, strict=True):
                 step.call(launch, gradients)
     stats_of_step = step.own_stats or ([] if stats_stage is None else [step.stats])
-    return StepResult(in_flight.calls.moved, step.skip_counts, stats_of_step, step.metrics)
+    return StepResult(in_flight.calls.moved, step.skip_counts, StepNumbers(stats_of_step, step.metrics))
 
 
 @dataclass(slots=True, eq=False, repr=False)

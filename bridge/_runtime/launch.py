@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import jax
 import torch
 
 from bridge._memory.call_arguments import Argument, TensorArguments
@@ -75,3 +76,17 @@ class Launch(Protocol):
     def arguments(self) -> BoundArguments: ...
     @cached_property
     def copied_result_bytes(self) -> int: ...
+
+
+_L = TypeVar("_L", bound=Launch)
+
+
+class StepNumbers(NamedTuple, Generic[_L]):
+    """The numbers of a step on one device that users log, as arrays that nobody has waited for.
+
+    stats: the statistics of the gradients, if the step clips; else empty.
+    metrics: for each executable that has metrics its launch and its metrics.
+    """
+
+    stats: Sequence[Argument] = ()
+    metrics: Sequence[tuple[_L, jax.Array]] = ()

@@ -50,13 +50,12 @@ class TrainArrays(NamedTuple):
 
 
 class TrainResult(NamedTuple, Generic[_L]):
-    """The results of a call: the loss as a tensor, the aux outputs, and of its update those of `bridge._runtime.execute.StepResult`."""
+    """The results of a call: the loss as a tensor, the aux outputs, `moved` as in `bridge._runtime.execute.StepResult`, and `numbers`."""
 
     loss: torch.Tensor
     aux: list[jax.Array]
     moved: bool
-    stats: Sequence[jax.Array]
-    metrics: Sequence[tuple[_L, jax.Array]]
+    numbers: step_launch.StepNumbers[_L]
 
 
 def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[_L]) -> TrainResult[_L]:
@@ -109,4 +108,4 @@ def run(program: TrainProgram, launch: _L, arrays: TrainArrays, completed: list[
         flight.calls.results.append(PendingResults(launch, [token], buffers, new_arrays, scalar_results, copied_back))
         torch.autograd.graph.increment_version(arrays.written_tensors)
     loss = results_as_tensors([loss], False)[0] if copied_loss is None else copied_loss.tensor
-    return TrainResult(loss, aux, flight.calls.moved, stats, [(launch, each) for each in metrics])
+    return TrainResult(loss, aux, flight.calls.moved, step_launch.StepNumbers(stats, [(launch, each) for each in metrics]))

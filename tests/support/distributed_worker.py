@@ -349,6 +349,24 @@ def check_process_without_gradients_takes_part_in_the_norm(_):
         assert torch.equal(whole(p)[half:], before[name][half:])
 
 
+def check_process_without_gradients_counts_a_step_that_others_skip(_):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    plain, lying = _pair_of_layouts({"a": ((4, 3), (mesh, [Shard(0)]))})
+    optimizer = torch_api.MaskedSGD(lying.items(), lr=1.0, max_grad_norm=1.0, fused=True)
+    for step, value in enumerate((1.0, torch.inf, torch.inf)):
+        _give(plain, lying, step)
+        lying["a"].grad.to_local().fill_(value)
+        if dist.get_rank() == 1:
+            lying["a"].grad = None
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+        assert optimizer.skipped_steps == step
+
+
 def check_element_masks_and_frozen_shards_are_in_no_norm(_):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
@@ -775,6 +793,7 @@ FAMILIES = {
         check_sharded_dtensors_with_given_gradients_match_whole_parameters,
         check_norm_and_metrics_cover_all_shards,
         check_process_without_gradients_takes_part_in_the_norm,
+        check_process_without_gradients_counts_a_step_that_others_skip,
         check_element_masks_and_frozen_shards_are_in_no_norm,
         check_every_process_skips_a_step_that_is_not_finite_in_one,
         check_every_kind_of_state_can_be_sharded,

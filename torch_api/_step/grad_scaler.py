@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import torch
 
-from bridge._interop.dlpack import to_jax
 from bridge._interop.tensor_storage import why_unreadable
-from bridge._memory.call_arguments import as_call_arguments
+from bridge._memory.call_arguments import Argument, as_call_arguments
 
 _Scalar: TypeAlias = torch.Tensor | float
 
@@ -30,7 +29,7 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self._skipped: dict[torch.device, jax.Array] = {}
+        self._skipped: dict[torch.device, Argument] = {}
 
     @property
     def skipped(self) -> int:
@@ -39,21 +38,24 @@ class LossScale:
 
     def program_arguments(self, device: torch.device, grad_scale: _Scalar | None, found_inf: _Scalar | None) -> list[jax.typing.ArrayLike]:
         """Return the arguments of a program: the loss scale, the number of infinities, and the number of updates skipped so far."""
-        count = self._skipped.get(device)
-        if count is None:
-            count = as_call_arguments([torch.zeros((), dtype=torch.int32, device=device)], [None])[0]
         given = [_scalar(x, default, device) for x, default in ((grad_scale, 1.0), (found_inf, 0.0))]
-        return [*as_call_arguments(given, [None, None]), count]
+        return [*as_call_arguments(given, [None, None]), self._count(device)]
 
     def count_skipped(self, device: torch.device) -> None:
         """Count an update that was skipped without a program on this device."""
-        _, _, count = self.program_arguments(device, None, None)
-        skipped = torch.as_tensor(np.asarray(count) + 1, device=device)
-        self._skipped[device] = to_jax(skipped)
+        self._skipped[device] = _count_argument(int(np.asarray(self._count(device))[0]) + 1, device)
+
+    def _count(self, device: torch.device) -> Argument:
+        count = self._skipped.get(device)
+        return _count_argument(0, device) if count is None else count
 
     def record_skipped(self, device: torch.device, count: jax.Array) -> None:
         """Record the number of skipped updates that a program returns."""
         self._skipped[device] = count
+
+
+def _count_argument(count: int, device: torch.device) -> Argument:
+    return as_call_arguments([torch.full((), count, dtype=torch.int32, device=device)], [None])[0]
 
 
 def _scalar(value: _Scalar | None, default: float, device: torch.device) -> torch.Tensor:

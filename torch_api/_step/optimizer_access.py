@@ -18,7 +18,7 @@ from torch_api._rules.optimizer_spec import OptimizerSpec
 from . import transaction
 from .extra_args import ExtraArgs
 from .launch_cache import LaunchCache
-from .step_metrics import DeviceResult, LastStep
+from .step_metrics import LastStep, Numbers
 
 
 class Optimizer(transaction.Optimizer, Protocol):
@@ -110,7 +110,7 @@ class OptimizerAccess:
         """Read groups and parameters again, and drop all bound executables."""
         self._optimizer._rebuild_layout()
 
-    def record_update(self, result: DeviceResult) -> None:
+    def record_update(self, numbers: Numbers) -> None:
         """Tell schedulers that the optimizer has updated its parameters, and keep the numbers that users log."""
         vars(self._optimizer)[OPT_CALLED] = True
-        self._optimizer._last_step = LastStep(self._optimizer.max_grad_norm, [result])
+        self._optimizer._last_step = LastStep(self._optimizer.max_grad_norm, [numbers])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from bridge._compiler.metrics import GRAD, PARAM, UPDATE
 from bridge._interop.dlpack import to_torch
 from bridge._memory.call_arguments import Argument
+from bridge._runtime.launch import StepNumbers
 from torch_api._params.record import ParamRecord
 from torch_api._params.sharding import ShardGroups, sum_over_processes
 
@@ -21,51 +22,31 @@ from .bound_executable import BoundExecutable
 _COLUMNS = {"grad_norm": GRAD, "update_norm": UPDATE, "param_norm": PARAM}
 
 
-class DeviceResult(Protocol):
-    """The results of a step on one device, as arrays that nobody has waited for.
-
-    stats: the statistics of the gradients, if the step has clipped; else empty.
-    metrics: each bound executable with the metrics that it returned.
-    """
-
-    @property
-    def stats(self) -> Sequence[Argument]: ...
-    @property
-    def metrics(self) -> Sequence[tuple[BoundExecutable, jax.Array]]: ...
-
-
-class NoGradients(NamedTuple):
-    """The result of a step without gradients in this process, which may have statistics of other processes."""
-
-    stats: Sequence[Argument] = ()
-    metrics: Sequence[tuple[BoundExecutable, jax.Array]] = ()
-
-
-NO_GRADIENTS = NoGradients()
+Numbers: TypeAlias = StepNumbers[BoundExecutable]
 
 
 class LastStep(NamedTuple):
     """The last step of an optimizer.
 
     max_norm: the bound on the norm; None for no clipping.
-    results: the results of each device.
+    numbers: those of each device.
     skip_counts: for each device with a loss scale the numbers of skipped updates before and after the step.
     sums_of_processes: with shards and metrics the sums of squares over all processes, by key.
     """
 
     max_norm: float | None
-    results: Sequence[DeviceResult]
+    numbers: Sequence[Numbers]
     skip_counts: Sequence[tuple[jax.typing.ArrayLike, jax.Array]] = ()
     sums_of_processes: dict[str, np.ndarray] | None = None
 
     def grad_norm(self) -> torch.Tensor:
         """Return the global norm of the gradients before clipping, a float64 scalar. A GPU may not have computed it yet."""
         if self.max_norm is not None:  # a step that clips is on one device
-            squares = [_as_tensor(stats)[0] for result in self.results for stats in result.stats]
+            squares = [_as_tensor(stats)[0] for each in self.numbers for stats in each.stats]
         elif self.sums_of_processes is not None:
             squares = [torch.tensor(each[GRAD]) for each in self.sums_of_processes.values()]
         else:
-            squares = [to_torch(array)[:, GRAD].sum() for result in self.results for _, array in result.metrics]
+            squares = [to_torch(array)[:, GRAD].sum() for each in self.numbers for _, array in each.metrics]
         total = torch.zeros((), dtype=torch.float64, device=squares[0].device if squares else None)
         for x in squares:
             total = total + x.to(total.device)
@@ -77,7 +58,7 @@ class LastStep(NamedTuple):
         Args:
           key_of: gives the label or the group of a parameter.
         """
-        sums = sum_by_key(self.results, key_of) if self.sums_of_processes is None else self.sums_of_processes
+        sums = sum_by_key(self.numbers, key_of) if self.sums_of_processes is None else self.sums_of_processes
         found = _named_metrics("", sum(sums.values(), _zeros())) | {"grad_norm": float(self.grad_norm())}
         if self.max_norm is not None:
             found["clip_factor"] = min(self.max_norm / (found["grad_norm"] + 1e-6), 1.0)  # as `clip_grad_norm_` computes it
@@ -88,11 +69,11 @@ class LastStep(NamedTuple):
 
 
 def sum_by_key(
-    results: Sequence[DeviceResult], key_of: Callable[[ParamRecord], str], weight_of: Callable[[ParamRecord], float] | None = None
+    numbers: Sequence[Numbers], key_of: Callable[[ParamRecord], str], weight_of: Callable[[ParamRecord], float] | None = None
 ) -> dict[str, np.ndarray]:
     """Return the sums of squares of all parameters with the same key, float64 (3,)."""
     sums: dict[str, np.ndarray] = {}
-    for launch, array in (pair for result in results for pair in result.metrics):
+    for launch, array in (pair for each in numbers for pair in each.metrics):
         rows = np.asarray(array)
         for leaf, position in zip(launch.leaves, launch.row_positions, strict=True):
             key = key_of(leaf)
@@ -101,19 +82,19 @@ def sum_by_key(
 
 
 def sum_over_shards(
-    results: Sequence[DeviceResult], leaves: Iterable[ParamRecord], key_of: Callable[[ParamRecord], str], groups: ShardGroups
+    numbers: Sequence[Numbers], leaves: Iterable[ParamRecord], key_of: Callable[[ParamRecord], str], groups: ShardGroups
 ) -> dict[str, np.ndarray]:
     """Return the sums of squares over all processes, by key. All processes must call this; it waits for the device.
 
     Args:
-      results: the results of the step; empty if this process had no gradient.
+      numbers: those of each device.
       leaves: all parameters that may be trained, equal in each process.
       key_of: gives the label or the group of a parameter.
       groups: the device meshes of the shards.
     """
     total = {key: _zeros() for key in sorted({key_of(leaf) for leaf in leaves})}
     for mesh in groups.meshes:
-        own = sum_by_key(results, key_of, lambda leaf, mesh=mesh: groups.weight(leaf.dtensor_layout, mesh))
+        own = sum_by_key(numbers, key_of, lambda leaf, mesh=mesh: groups.weight(leaf.dtensor_layout, mesh))
         values = torch.tensor(np.array([own.get(key, _zeros()) for key in total]), device=mesh.device_type)
         sum_over_processes(values, mesh)
         total = {key: before + row for (key, before), row in zip(total.items(), values.cpu().numpy(), strict=True)}

@@ -432,7 +432,7 @@ class JaxTrainStep(Generic[_Loss]):
         """Count the call, after its results are in memory."""
         if updates:
             self._accumulated_calls, self._accumulated_names = 0, frozenset()
-            self._access.record_update(result)
+            self._access.record_update(result.numbers)
         else:
             self._accumulated_calls, self._accumulated_names = (
                 self._accumulated_calls + 1,
