@@ -74,9 +74,9 @@ test-prereleases:
 	$(PRERELEASES)/bin/python -m bridge || true
 	$(PRERELEASES)/bin/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
 
-# The optimizers inside trainers that others wrote.
+# The optimizers inside trainers that others wrote, and the pages, some of which need these trainers.
 test-clients: $(CLIENTS)/.installed
-	$(CLIENTS)/bin/python -m pytest -n 2 --dist loadfile tests/clients
+	$(CLIENTS)/bin/python -m pytest -n 2 --dist loadfile tests/clients docs
 
 # The built wheel, from an empty directory.
 test-wheel: $(VENV)/.installed
@@ -102,7 +102,7 @@ $(OLDEST)/.installed: pyproject.toml requirements/oldest.txt
 $(CLIENTS)/.installed: pyproject.toml requirements/constraints.txt requirements/clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
-	$(CLIENTS)/bin/python -m pip install -q -e ".[clients]" --group test -c requirements/constraints.txt -c requirements/clients.txt
+	$(CLIENTS)/bin/python -m pip install -q -e ".[clients,examples]" --group test -c requirements/constraints.txt -c requirements/clients.txt
 	$(CLIENTS)/bin/python -m pip install -q --no-deps timm -c requirements/clients.txt
 	touch $@
 

@@ -1,4 +1,4 @@
-"""The project itself: import contracts, silent import, README, metadata."""
+"""The project itself: import contracts, silent import, metadata."""
 
 import ast
 import os
@@ -163,16 +163,6 @@ print(sorted(changed))
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "MASKBRIDGE_XLA_FLAGS")} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "[]")
-
-
-def python_blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("index", range(len(python_blocks())))
-def test_each_python_block_of_the_readme_runs(index, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(python_blocks()[index], f"README block {index}", "exec"), {})
 
 
 def test_package_is_typed_and_its_metadata_is_complete():

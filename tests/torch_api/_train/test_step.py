@@ -1,8 +1,6 @@
 """JaxTrainStep runs forward, backward and update as one program with the results of the eager loop."""
 
 import copy
-import re
-from pathlib import Path
 
 import numpy as np
 import optax
@@ -292,12 +290,6 @@ def test_changes_between_calls_take_effect():
     both(lambda m, o: setattr(m, "body", nn.Sequential(m.body[0], nn.ReLU(), *m.body[2:])))
     both(lambda m, o: setattr(m.norm, "running_mean", torch.ones(4)))
     both(lambda m, o: setattr(m.norm, "momentum", 0.5))
-
-
-def test_example_of_the_docs_runs():
-    text = (Path(__file__).parents[3] / "docs" / "train_step.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(compile(block, "docs/train_step.md", "exec"), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
