@@ -43,7 +43,7 @@ mistakes: $(VENV)/.installed
 baseline: $(VENV)/.installed
 	MASKBRIDGE_WRITE_BASELINE=1 $(BIN)/python -m pytest -q tests/contract/test_cost_baseline.py
 
-# Three quarters of an hour on 2 cores: figures of this class of machine, the picture beside them, the tables of benchmarks/README.md.
+# Three quarters of an hour on 2 cores: figures of this class of machine, the pictures and tables of docs/performance.
 bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/step.py --compiled
 	$(BENCH)/bin/python benchmarks/plots.py

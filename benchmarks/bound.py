@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import OURS, grid
+from sections import OURS, grid
 
 # A row is slower if its median ratio is above 1 by more than this and by more than its A/A spread, and its lower quartile is above 1.
 SLOWER = 0.03

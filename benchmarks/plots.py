@@ -1,6 +1,6 @@
-"""Draw the growth curves, as a picture beside each results file.
+"""Draw the pictures of docs/performance from the results files: the growth curves, and the few rows of the summary as bars.
 
-python benchmarks/plots.py [--results FOLDER]
+python benchmarks/plots.py [--results FOLDER] [--images FOLDER]
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ mpl.use("Agg")  # no window, because a build machine has no screen
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
+from report import SUMMARY_OF, SummaryRow, summary_rows
+from sections import number
 
 FOLDER = Path(__file__).parent / "results"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 INK, GREY, PALE = "#22272e", "#6b7280", "#e5e7eb"
-COLOURS = {"maskbridge": "#d1495b", "torch fused": "#2c6e91", "torch foreach": "#7fa88b", "optax in pure JAX": "#c28a2b"}
+OURS_COLOUR, BLUE, PALE_BLUE = "#d1495b", "#2c6e91", "#a9c6d6"
+COLOURS = {"maskbridge": OURS_COLOUR, "torch fused": BLUE, "torch foreach": "#7fa88b", "optax in pure JAX": "#c28a2b"}
 STYLE: Any = {
     "font.size": 10,
     "axes.edgecolor": GREY,
@@ -32,6 +37,7 @@ STYLE: Any = {
     "text.color": INK,
     "figure.facecolor": "white",
 }
+HEIGHT = 0.28  # of a bar of the summary
 APART = 0.19  # least distance between two labels, in decades
 
 
@@ -106,17 +112,17 @@ def growth(figures: dict[str, Any], path: Path) -> None:
 
         panel(left, figures["by leaves"], "leaves", limit)
         panel(right, figures["by size"], "elements", limit)
-        left.set_title(f"Number of leaves, each of {figures['elements of a leaf']:,} elements", loc="left", fontsize=11, pad=10)
-        right.set_title("Size of one leaf", loc="left", fontsize=11, pad=10)
-        left.set_xlabel("leaves")
-        right.set_xlabel("float32 parameters in the leaf, as bytes")
+        left.set_title(f"Number of parameters, each of {figures['elements of a leaf']:,} elements", loc="left", fontsize=11, pad=10)
+        right.set_title("Size of one parameter", loc="left", fontsize=11, pad=10)
+        left.set_xlabel("parameters")
+        right.set_xlabel("bytes of the parameter, float32")
         left.set_ylabel("time of one AdamW step (median)")
         left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         sizes = [point["elements"] for point in figures["by size"]][:: 1 if len(figures["by size"]) < 6 else 2]
         right.set_xticks(sizes, [size_of(count) for count in sizes])
         versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "jax", "optax"))
         picture.suptitle("One AdamW step on " + about["machine"], x=0.065, ha="left", fontsize=14, fontweight="bold")
-        bound = f"Limit of memory: {moved} bytes a parameter at the {speed / 1e9:.0f} GB/s of a copy; what a cache holds can be faster"
+        bound = f"Limit of memory: {moved} bytes an element at the {speed / 1e9:.0f} GB/s of a copy; what a cache holds can be faster"
         note = f"{versions}, float32. {bound}."
         picture.text(0.065, 0.905, note, ha="left", fontsize=9.5, color=GREY)
         picture.subplots_adjust(left=0.065, right=0.875, top=0.80, bottom=0.11, wspace=0.48)
@@ -124,13 +130,50 @@ def growth(figures: dict[str, Any], path: Path) -> None:
         plt.close(picture)
 
 
+def bars(rows: list[SummaryRow], about: dict[str, Any], path: Path) -> None:
+    """Draw the summary: for each row the times of torch's default, of its fused optimizer and of maskbridge, relative to torch."""
+    with plt.rc_context(STYLE | {"svg.fonttype": "none", "svg.hashsalt": "maskbridge"}):
+        picture, axes = plt.subplots(figsize=(9, 0.56 * len(rows) + 1.4))
+        for at, row in enumerate(rows):
+            drawn = [(row.default_ratio or 1.0, row.default, PALE_BLUE), (1.0, row.fused, BLUE), (row.ratio, row.ours, OURS_COLOUR)]
+            drawn = [each for each in drawn if each[1] is not None]
+            for nth, (ratio, ms, colour) in enumerate(drawn):
+                _bar(axes, at + HEIGHT * (nth - (len(drawn) - 1) / 2), ratio, ms, colour)
+        axes.axvline(1, color=GREY, lw=0.8, ls=(0, (2, 3)), zorder=1)
+        axes.set(xlim=(0, 1.1 * max(max(row.ratio, row.default_ratio or 1) for row in rows)), ylim=(len(rows) - 0.4, -0.6))
+        axes.set_yticks(range(len(rows)), [row.title for row in rows])
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.set_xlabel("time relative to torch's fused optimizer, or to its default where it has no fused one")
+        axes.spines["left"].set_visible(False)
+        versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "jax", "optax"))
+        picture.suptitle("Time of a step: shorter is faster", x=0.02, y=0.985, ha="left", fontsize=13, fontweight="bold")
+        picture.text(0.02, 0.92, f"{about['machine']}; {versions}; numbers are ms", ha="left", fontsize=9, color=GREY)
+        keys = {"torch default": PALE_BLUE, "torch fused=True": BLUE, "maskbridge": OURS_COLOUR}
+        handles = [Patch(color=colour, label=name) for name, colour in keys.items()]
+        picture.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.985, 0.995), ncols=3, frameon=False, fontsize=9)
+        picture.subplots_adjust(left=0.34, right=0.985, top=0.89, bottom=0.10)
+        picture.savefig(path, metadata={"Date": None})
+        plt.close(picture)
+
+
+def _bar(axes: Axes, at: float, ratio: float, ms: float | None, colour: str) -> None:
+    weight = "bold" if colour == OURS_COLOUR else "normal"
+    axes.barh(at, ratio, height=HEIGHT - 0.02, color=colour, zorder=3)
+    axes.annotate(number(ms), (ratio, at), (4, -0.5), textcoords="offset points", va="center", fontsize=8, fontweight=weight, zorder=5)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=FOLDER)
-    for path in sorted(parser.parse_args().results.glob("*.json")):
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    given = parser.parse_args()
+    for path in sorted(given.results.glob("*.json")):
         figures = json.loads(path.read_text())
         if "growth" in figures:
-            growth(figures["growth"], path.with_name(f"{path.stem}-growth.png"))
+            growth(figures["growth"], given.images / f"{path.stem}-growth.png")
+        rows = summary_rows(figures) if path.stem == SUMMARY_OF else []
+        if rows:
+            bars(rows, figures["large"]["environment"], given.images / "step_times.svg")
 
 
 if __name__ == "__main__":

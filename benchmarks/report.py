@@ -1,8 +1,12 @@
-"""Turn results into markdown: what `step.py` prints, and the figures in README.md, which nobody types by hand.
+"""Write the tables of three pages from the results files.
 
-    python benchmarks/report.py [--results FOLDER] [--readme PATH]
+    python benchmarks/report.py [--results FOLDER] [--root FOLDER]
 
-Replaces the text between the markers in the README by tables of all results files in the folder.
+Replaces the text between the markers of these pages by tables of the results files in the folder:
+
+    docs/performance/figures.md    all sections of all machines
+    docs/performance/index.md      the few rows that `plots.py` draws
+    benchmarks/README.md           the goals of this project
 """
 
 from __future__ import annotations
@@ -10,210 +14,109 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from sections import OURS, TITLES, grid, number, section, spread
 
 FOLDER = Path(__file__).parent
-BEGIN, END = "<!-- figures: written by report.py -->", "<!-- end of figures -->"
-OURS, YARDSTICK = "maskbridge", "torch fused, as many bytes"
-TITLES = {
-    "large": "Large leaves",
-    "small": "Many small leaves",
-    "middle": "Many leaves of middle size, and prime numbers",
-    "tail": "The tail of a training step",
-    "unfused": "What torch has no fused kernel for",
-    "types": "Other types, and an odd length",
-    "loop": "Whole loops: forward, backward, step",
-    "pipelines": "Whole steps as one program: forward, backward and update by JaxTrainStep",
-    "first": "Time to the first step, in a fresh process",
-    "subsets": "Ever-changing subsets",
-    "memory": "Memory",
-    "growth": "Growth",
-    "dlpack": "One tensor across the bridge",
-    "functions": "A call of a small function of JAX",
-    "device": "Only on a GPU",
-}
+ROOT = FOLDER.parent
+WIDTH = 140
+BEGIN, END = "<!-- figures: written by benchmarks/report.py -->", "<!-- end of figures -->"
 
 
-def number(value: float | None) -> str:
-    """A number with three significant digits, without exponent."""
-    if value is None:
-        return "-"
-    size = abs(value)
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 4
-    return f"{value:,.{digits}f}"
+class SummaryRow(NamedTuple):
+    """A row of the summary.
+
+    default, fused, ours: the times in ms of torch's default, of torch's fused optimizer and of maskbridge; None if not measured.
+    ratio, quartiles: of the time of maskbridge to that of torch: fused where there is such an optimizer, else the default.
+    default_ratio: the ratio of torch's default to torch fused, if both are measured.
+    """
+
+    title: str
+    default: float | None
+    fused: float | None
+    ours: float
+    ratio: float
+    quartiles: tuple[float, float]
+    default_ratio: float | None
 
 
-def grid(head: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    head = list(head)
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)), ""]
+class Chosen(NamedTuple):
+    """Where a row of the summary has its times: the section, the title of the table there, and the rows of the table.
+
+    The baseline of the table is `fused`, or `default` if there is no fused optimizer.
+    """
+
+    title: str
+    section: str
+    table: str
+    default: str | None = "torch default"
+    fused: str | None = "torch fused"
+    ours: str = OURS
 
 
-def spread(row: dict[str, Any]) -> str:
-    """A ratio with its quartiles; just "1" for the baseline's ratio to itself."""
-    if "ratio" not in row:
-        return "-"
-    low, high = row["ratio quartiles"]
-    if low == high == 1:
-        return "1"
-    return f"{number(row['ratio'])} ({number(low)} to {number(high)})"
+SUMMARY_OF = "cpu-2-cores-amd-epyc"
+_TAIL = "torch clip_grad_norm_, fused, AveragedModel (multi_avg_fn)"
+SUMMARY = [
+    Chosen("AdamW, GPT-2 small", "large", "GPT-2 small"),
+    Chosen("AdamW, ResNet-50", "small", "ResNet-50"),
+    Chosen("AdamW, 300 small parameters", "small", "150 of 64x64, 150 of 64"),
+    Chosen("Clipping, AdamW and EMA, GPT-2 small", "tail", "clip, AdamW, average of the weights, GPT-2 small", None, _TAIL),
+    Chosen("NAdam, ResNet-50", "unfused", "NAdam, ResNet-50", fused=None),
+    Chosen("Adafactor, ResNet-50", "unfused", "Adafactor, ResNet-50", fused=None),
+    Chosen("Training loop, tiny network", "pipelines", "digits job, 64 images of 8x8", None, ours=f"{OURS}, eager backward"),
+    Chosen("JaxTrainStep, transformer encoder", "pipelines", "nn.TransformerEncoder of 4 layers, 8 x 64", None),
+    Chosen("JaxTrainStep, convolutional network", "pipelines", "residual network of 8 blocks, 16 images of 32x32", None),
+]
 
 
-def missing(table: dict[str, Any]) -> list[str]:
-    absent = table.get("missing") or {}
-    return [f"Not measured: {', '.join(f'{name} ({why})' for name, why in absent.items())}.", ""] if absent else []
-
-
-def steps(table: dict[str, Any]) -> list[str]:
-    """The table of one set of candidates."""
-    size = f", {table['parameters']:,} parameters" if "parameters" in table else ""
-    lines = ([name, number(row["median ms"]), spread(row), number(row["first step s"])] for name, row in table["rows"].items())
-    title = f"**{table['title']}** ({table['leaves']} leaves{size})"
-    return [title, *grid(["", "ms", "ratio (quartiles)", "first step, s"], lines), *missing(table)]
-
-
-def large(figures: dict[str, Any]) -> list[str]:
-    if "bytes" not in figures:  # results of `--bound`
-        return tabled(figures)
-    counted = ([row["optimizer"], number(row["bytes"]), number(row["fewest"])] for row in figures["bytes"])
-    text = "Bytes that a step moves per parameter by the compiler's count, and the fewest that there can be:"
-    return [*tabled(figures), text, *grid(["", "bytes", "fewest"], counted)]
-
-
-def tabled(figures: dict[str, Any]) -> list[str]:
-    return [line for table in figures["tables"] for line in steps(table)]
-
-
-def loop(figures: dict[str, Any]) -> list[str]:
-    """The tables; after each one the results of candidates that had a process, and so the C library's heap, to themselves."""
+def summary_rows(results: dict[str, Any]) -> list[SummaryRow]:
+    """The rows of the summary that a results file has."""
     found = []
-    for table in figures["tables"]:
-        found += steps(table)
-        if "apart" in table:  # missing in older results, which come from one process
-            lines = (
-                [name, *(f"{number(statistics.median(runs[key]))} ({number(min(runs[key]))} to {number(max(runs[key]))})" for key in runs)]
-                for name, runs in table["apart"].items()
-            )
-            head = f"In processes of their own, medians of {len(next(iter(table['apart'].values()))['median ms'])} (lowest to highest):"
-            found += [head, *grid(["", "ms", "page faults an iteration"], lines)]
+    for title, part, table_title, default, fused, ours in SUMMARY:
+        tables = {table["title"]: table["rows"] for table in results.get(part, {}).get("tables", ())}
+        rows = tables.get(table_title, {})
+        if ours in rows:
+            times = [rows[name]["median ms"] if name in rows else None for name in (default, fused)]
+            slower = rows[default]["ratio"] if default is not None and fused is not None else None
+            low, high = rows[ours]["ratio quartiles"]
+            found.append(SummaryRow(title, *times, rows[ours]["median ms"], rows[ours]["ratio"], (low, high), slower))
     return found
 
 
-def unfused(figures: dict[str, Any]) -> list[str]:
-    """One line per optimizer."""
-    columns = ["torch default", "torch foreach", "pytorch_optimizer", "optax in pure JAX", YARDSTICK, OURS]
-    times_faster = lambda row: number(1 / row["ratio"]) if "ratio" in row else "-"  # noqa: E731
-    lines = []
-    for table in figures["tables"]:
-        rows = table["rows"]
-        times = [number(rows[name]["median ms"]) if name in rows else "-" for name in columns]
-        faster = f"{times_faster(rows[OURS])} than {table['baseline']}" if "ratio" in rows[OURS] else "-"
-        lines.append([table["title"].split(",")[0], *times, faster, times_faster(rows.get(YARDSTICK, {}))])
-    absent = {name: why for table in figures["tables"] for name, why in (table.get("missing") or {}).items()}
-    head = (
-        "ms a step; LAMB and Lion are not in torch, so pytorch_optimizer is their measure. Muon: matrices only. As many bytes: torch's "
-        "fused AdamW for those with 28 bytes a parameter, its fused SGD with momentum for those with 20; last, how much faster that is."
-    )
-    return [head, *grid(["ResNet-50", *columns, "times faster", "as many bytes"], lines), *missing({"missing": absent})]
-
-
-def first(figures: dict[str, Any]) -> list[str]:
-    lines = []
-    for found in figures["sets"]:
-        for name, start in found["starts"].items():
-            total = start["construction s"] + start["first step s"]
-            totals = start.get("totals s", [total])  # older results have one run
-            between = f" ({number(totals[0])} to {number(totals[-1])})" if len(totals) > 1 else ""
-            lines.append(
-                [f"{found['title']}: {name}", number(total) + between, *map(number, (start["construction s"], start["first step s"]))]
-            )
+def summary(folder: Path) -> list[str]:
+    """The table of the few rows that `plots.py` draws."""
+    path = folder / f"{SUMMARY_OF}.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    lines = [
+        [
+            row.title,
+            number(row.default),
+            number(row.fused),
+            number(row.ours),
+            spread({"ratio": row.ratio, "ratio quartiles": row.quartiles}),
+        ]
+        for row in summary_rows(results)
+    ]
+    if not lines:
+        return ["None yet: `make bench` writes them.", ""]
+    used = list(dict.fromkeys(chosen.section for chosen in SUMMARY if chosen.section in results))
+    about = results[used[0]]["environment"]
+    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "jax", "optax"))
     return [
-        "Seconds, imports not counted; a second start finds its programs in jax's persistent cache. In brackets: shortest, longest run.",
-        *grid(["", "all", "construction", "first step"], lines),
+        "ms a step (last three rows: ms an iteration), and the time of maskbridge over that of torch with its quartiles:",
+        *grid(["", "torch default", "torch `fused=True`", "maskbridge", "ratio (quartiles)"], lines),
+        f"{about['machine']}; {versions}. The command:",
+        "",
+        f"`python benchmarks/step.py --sections {' '.join(used)} --rounds 20 --compiled`",
+        "",
     ]
 
 
-def subsets(figures: dict[str, Any]) -> list[str]:
-    head = (
-        f"{figures['leaves']} leaves ({figures['title']}), each without a gradient in {figures['absent']:.0%} of {figures['steps']} steps: "
-        f"{figures['programs compiled']} programs compiled, {figures['programs compiled in the second half']} of them in the second half."
-    )
-    lines = [[name, *(number(figures[k][name]) for k in ("median ms", "slowest step ms", "total s"))] for name in figures["median ms"]]
-    ratio = f"Ratio to torch fused: {spread(figures)}; in the second half {number(figures['ratio in the second half'])}."
-    return [head, *grid(["", "median ms", "slowest ms", "all, s"], lines), ratio, ""]
-
-
-def memory(figures: dict[str, Any]) -> list[str]:
-    peak, endurance, left = figures["peak"], figures["endurance"], figures["leftovers"]
-    peaks = (
-        [name, *(number(row[k]) for k in ("peak MiB", "after five steps MiB")), f"{row['state bytes']:,}"]
-        for name, row in peak["rows"].items()
-    )
-    counts = list(next(iter(endurance["rows"].values()))["resident MiB after steps"])
-    growing = ([name, *map(number, row["resident MiB after steps"].values())] for name, row in endurance["rows"].items())
-    marks = list(next(iter(left["rows"].values())))
-    kept = ([name, *(f"{number(row[m]['resident MiB'])} ({row[m]['jax arrays']})" for m in marks)] for name, row in left["rows"].items())
-    return [
-        f"{peak['title']}, MiB above those of the imports; parameters, gradients and state are {number(peak['smallest MiB'])}.",
-        *grid(["", "peak", "after five steps", "bytes of state"], peaks),
-        f"Resident MiB of the process after so many steps of {endurance['title']}:",
-        *grid(["", *(f"{int(count):,}" for count in counts)], growing),
-        f"Resident MiB (arrays of jax alive), {left['title']}; last, when the C library has given back what is free in its heap:",
-        *grid(["", *marks], kept),
-    ]
-
-
-def growth(figures: dict[str, Any]) -> list[str]:
-    found = [f"A copy on this machine moves {figures['copy bytes per second'] / 1e9:.1f} GB/s. ms a step:", ""]
-    for key, what in (("by leaves", "leaves"), ("by size", "elements")):
-        points = figures[key]
-        if points:
-            names = list(points[0]["rows"])
-            lines = ([f"{point[what]:,}", *(number(point["rows"][name]["median ms"]) for name in names)] for point in points)
-            title = f"leaves of {figures['elements of a leaf']:,}" if what == "leaves" else "elements of one leaf"
-            found += grid([title, *names], lines)
-    return found
-
-
-def interop(figures: dict[str, Any]) -> list[str]:
-    return grid(["", "microseconds"], ([name, number(value)] for name, value in figures["microseconds per call"].items()))
-
-
-def device(figures: dict[str, Any]) -> list[str]:
-    moved, stress = figures["bandwidth"], figures["stress"]
-    lines = ([name, number(row["bytes per second"] / 1e9), f"{row['of a copy']:.0%}"] for name, row in moved["rows"].items())
-    head = f"{moved['title']}: bytes that AdamW must move, against a copy at {moved['copy bytes per second'] / 1e9:,.0f} GB/s."
-    tail = f"Gradients behind a slow kernel, {stress['steps']} steps: {'as' if stress['as torch'] else 'NOT as'} torch."
-    return [*tabled(figures), head, *grid(["", "GB/s", "of a copy"], lines), tail, ""]
-
-
-WRITERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "loop": loop,
-    "large": large,
-    "unfused": unfused,
-    "first": first,
-    "subsets": subsets,
-    "memory": memory,
-    "growth": growth,
-    "dlpack": interop,
-    "functions": interop,
-    "device": device,
-}
-
-
-def section(name: str, figures: dict[str, Any]) -> list[str]:
-    """One section as markdown."""
-    about = figures["environment"]
-    quick = ["", "Shrunken sets: these figures mean nothing."] if about["quick"] else []
-    return [f"### {TITLES[name]}", *quick, "", *WRITERS.get(name, tabled)(figures), f"`{about['command']}`", ""]
-
-
-# ------------------------------------------------------------------ all sections together
-
-
-# How many times the bytes of ours the other package moves: see docs/performance.md.
+# How many times the bytes of ours the other package moves, by the operations that one step of it calls; see "Bytes" in README.md.
 BY_BYTES = {"NAdam": "3.1", "RAdam": "4.0", "RMSprop": "2.6", "Adagrad": "2.2", "Adamax": "2.3", "Lion": "2.2", "LAMB": "2.2"}
 
 
@@ -221,10 +124,10 @@ def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, str, str]]:
     """The goals of this project: text, figure, target, and the ratio of the bytes that both sides move."""
     for part, index, text, target in (
         ("large", 0, "AdamW, GPT-2 small: time against torch fused", "at most 1.05"),
-        ("small", 0, "AdamW, 300 tiny leaves: time against torch fused", "at most 0.7"),
+        ("small", 0, "AdamW, 300 small parameters: time against torch fused", "at most 0.7"),
         ("small", 1, "AdamW, ResNet-50: time against torch fused", "at most 1.0"),
         ("middle", 1, "AdamW, 1000 of 256x256: time against torch fused", "at most 1.0"),
-        ("tail", 1, "clip, AdamW, average of the weights, GPT-2 small: time against torch", "at most 0.7"),
+        ("tail", 1, "clipping, AdamW and EMA, GPT-2 small: time against torch", "at most 0.7"),
         ("loop", 0, "loop of a transformer: time against torch fused", "at most 1.0"),
         ("loop", 1, "loop of a convolutional network: time against torch fused", "at most 1.0"),
         ("pipelines", 0, "digits job as one program: time against eager torch", "at most 1.0"),
@@ -255,11 +158,26 @@ def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, str, str]]:
         for name in ("jax_function, no_grad", "jax_function, recording"):
             yield f"{name}: microseconds beyond the program alone", calls[name] - calls["program alone"], "below 60", "-"
     if "subsets" in results:
-        yield "programs compiled for ever-changing subsets of 1000 leaves", results["subsets"]["programs compiled"], "at most 4", "-"
+        yield "programs compiled for changing sets of 1000 parameters", results["subsets"]["programs compiled"], "at most 4", "-"
     for starts in results.get("first", {}).get("sets", ()):
         seconds = {name: each["construction s"] + each["first step s"] for name, each in starts["starts"].items()}
-        what = f"{starts['title']}, {starts['leaves']} leaves: seconds to the first step"
+        what = f"{starts['title']}, {starts['leaves']} parameters: seconds to the first step"
         yield what, seconds[OURS], "at most 4" if starts["leaves"] >= 1000 else "at most 1.5", "-"
+
+
+def goals_table(folder: Path) -> list[str]:
+    """The goals, with a column for each machine."""
+    reached: dict[tuple[str, str, str], dict[str, str]] = {}
+    machines = []
+    for _, results in results_of(folder):
+        machine = next(iter(results.values()))["environment"]["machine"]
+        machines.append(machine.split(", ")[0])
+        for text, figure, target, by_bytes in goals(results):
+            reached.setdefault((text, target, by_bytes), {})[machines[-1]] = number(figure)
+    if not reached:
+        return ["None yet: `make bench` writes them.", ""]
+    lines = ([*goal, *(figures.get(machine, "-") for machine in machines)] for goal, figures in reached.items())
+    return grid(["", "wanted", "by bytes", *machines], lines)[1:]
 
 
 def machine_report(stem: str, results: dict[str, Any], folder: Path) -> list[str]:
@@ -270,31 +188,53 @@ def machine_report(stem: str, results: dict[str, Any], folder: Path) -> list[str
     lines = [f"## {about['machine']}", ""]
     for each in sorted(versions):
         lines += [", ".join(f"{name} {version}" for name, version in json.loads(each).items()) + f"; {about['torch threads']} threads.", ""]
-    met = ([text, number(figure), target, by_bytes] for text, figure, target, by_bytes in goals(results))
-    lines += ["### At a glance", *grid(["", "measured", "wanted", "by bytes"], met)]
     for name in known:
         lines += section(name, results[name])
         picture = folder / f"{stem}-growth.png"
         if name == "growth" and picture.exists():
-            lines += [f"![Time of a step against the number of leaves and the size of one leaf](results/{picture.name})", ""]
+            alt = "Time of a step against the number of parameters and the size of one parameter"
+            lines += [f"![{alt}](../images/{picture.name})", ""]
     return lines
 
 
-def written(text: str, folder: Path) -> str:
-    """The README with the figures of all results files in the folder, except those of a developer's own machine (`*-local.json`)."""
+def results_of(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The names and contents of all results files in the folder, but those of a developer's own machine (`*-local.json`)."""
+    return [(path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-local")]
+
+
+def all_figures(folder: Path) -> list[str]:
+    """All sections of all machines."""
+    lines = [line for stem, results in results_of(folder) for line in machine_report(stem, results, folder)]
+    return lines or ["None yet: `make bench` writes them.", ""]
+
+
+PAGES: dict[str, Callable[[Path], list[str]]] = {
+    "docs/performance/figures.md": all_figures,
+    "docs/performance/index.md": summary,
+    "benchmarks/README.md": goals_table,
+}
+
+
+def written(text: str, lines: Iterable[str]) -> str:
+    """The text of a page with these lines between its markers."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    files = [path for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-local")]
-    lines = [line for path in files for line in machine_report(path.stem, json.loads(path.read_text()), folder)]
-    return before + "\n".join([BEGIN, "", *(lines or ["None yet: `make bench` writes them.", ""])]) + END + after
+    return before + "\n".join([BEGIN, "", *map(wrapped, lines)]) + END + after
+
+
+def wrapped(line: str) -> str:
+    """A paragraph in lines as wide as those of other pages; rows of tables and pictures as they are."""
+    return line if line.startswith(("|", "!", "#", "`")) else textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=FOLDER / "results")
-    parser.add_argument("--readme", type=Path, default=FOLDER / "README.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the folder of the pages' paths")
     given = parser.parse_args()
-    given.readme.write_text(written(given.readme.read_text(), given.results))
+    for name, lines in PAGES.items():
+        page = given.root / name
+        page.write_text(written(page.read_text(), lines(given.results)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import functions
 import growth
 import jax
 import pipelines
-import report
+import sections
 import subsets
 import tables
 import torch
@@ -101,7 +101,7 @@ def main() -> None:
         start = time.perf_counter()
         figures = {"environment": environment(name, settings), **SECTIONS[name](settings)}
         save(path, name, figures | {"seconds": time.perf_counter() - start})
-        print("\n".join(report.section(name, figures)), flush=True)
+        print("\n".join(sections.section(name, figures)), flush=True)
     print(f"written to {os.path.relpath(path)}")
 
 

@@ -314,7 +314,7 @@ def _threads(facts: Environment) -> Iterator[Finding]:
 def _cache(facts: Environment) -> Iterator[Finding]:
     if facts.cache_dir is None:
         yield Finding(
-            "compilation cache", NOTE, "off: every process compiles anew", "JAX_COMPILATION_CACHE_DIR=/a/folder (docs/performance.md)"
+            "compilation cache", NOTE, "off: every process compiles anew", "JAX_COMPILATION_CACHE_DIR=/a/folder (docs/performance/compiling.md)"
         )
     elif not facts.cache_writable:
         yield Finding("compilation cache", WARNING, f"{facts.cache_dir} cannot be written to", "choose another folder")

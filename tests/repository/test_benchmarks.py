@@ -100,24 +100,48 @@ def test_section_is_written_without_changing_others(results, tmp_path):
     assert "dlpack" in json.loads(path.read_text())
 
 
-def test_report_is_written_between_the_markers_only(results, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text((FOLDER / "README.md").read_text())
-    before = readme.read_text().split("<!-- figures")[0]
-    run("report", "--results", results[0].parent, "--readme", readme)
-    once = readme.read_text()
-    run("report", "--results", results[0].parent, "--readme", readme)
-    assert readme.read_text() == once
-    assert once.startswith(before)
-    assert "### Growth" in once
-    assert "| torch fused |" in once
+PAGES = ["docs/performance/figures.md", "docs/performance/index.md", "benchmarks/README.md"]
 
 
-def test_figures_of_the_readme_are_those_of_the_results(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text((FOLDER / "README.md").read_text())
-    run("report", "--readme", readme)
-    assert readme.read_text() == (FOLDER / "README.md").read_text()
+@pytest.fixture
+def pages(tmp_path):
+    """Copies of the pages that the report writes, below a root of their own."""
+    copies = {name: tmp_path / "root" / name for name in PAGES}
+    for name, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((ROOT / name).read_text())
+    return tmp_path / "root", copies
+
+
+def test_report_is_written_between_the_markers_only(results, pages):
+    root, copies = pages
+    before = {name: (ROOT / name).read_text().split("<!-- figures")[0] for name in copies}
+    run("report", "--results", results[0].parent, "--root", root)
+    once = {name: copy.read_text() for name, copy in copies.items()}
+    run("report", "--results", results[0].parent, "--root", root)
+    assert {name: copy.read_text() for name, copy in copies.items()} == once
+    assert all(text.startswith(before[name]) for name, text in once.items())
+    figures, overview, goals = once.values()
+    assert "### Growth" in figures
+    assert "| torch fused |" in figures
+    assert "None yet" in overview
+    assert "| jax_function, recording" in goals
+
+
+def test_figures_of_the_pages_are_those_of_the_results(pages):
+    root, copies = pages
+    run("report", "--root", root)
+    assert {name: copy.read_text() for name, copy in copies.items()} == {name: (ROOT / name).read_text() for name in copies}
+
+
+def test_picture_of_the_overview_shows_the_times_of_its_table():
+    picture = (ROOT / "docs/images/step_times.svg").read_text()
+    table = (ROOT / "docs/performance/index.md").read_text().split("<!-- figures")[1].split("<!-- end")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 9
+    for title, *times, _ in rows:
+        assert f">{title}<" in picture
+        assert all(f">{time}<" in picture for time in times if time != "-"), title
 
 
 def test_page_about_torchax_is_that_of_its_results(tmp_path):
@@ -125,10 +149,17 @@ def test_page_about_torchax_is_that_of_its_results(tmp_path):
     assert (tmp_path / "torchax.md").read_text() == (FOLDER.parent / "docs" / "torchax.md").read_text()
 
 
-def test_growth_is_drawn(results):
+def test_growth_is_drawn(results, tmp_path):
     pytest.importorskip("matplotlib")
-    run("plots", "--results", results[0].parent)
-    assert results[0].with_name("cpu-test-growth.png").read_bytes().startswith(b"\x89PNG")
+    run("plots", "--results", results[0].parent, "--images", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu-test-growth.png"]
+    assert (tmp_path / "cpu-test-growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_overview_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    run("plots", "--images", tmp_path)
+    assert (tmp_path / "step_times.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
