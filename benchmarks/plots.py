@@ -37,6 +37,7 @@ STYLE: Any = {
     "text.color": INK,
     "figure.facecolor": "white",
 }
+FONTS = ["DejaVu Sans", "Verdana", "Arial"]  # of the text in SVG, which the browser draws
 HEIGHT = 0.28  # of a bar of the summary
 APART = 0.19  # least distance between two labels, in decades
 
@@ -132,7 +133,7 @@ def growth(figures: dict[str, Any], path: Path) -> None:
 
 def bars(rows: list[SummaryRow], about: dict[str, Any], path: Path) -> None:
     """Draw the summary: for each row the times of torch's default, of its fused optimizer and of maskbridge, relative to torch."""
-    with plt.rc_context(STYLE | {"svg.fonttype": "none", "svg.hashsalt": "maskbridge"}):
+    with plt.rc_context(STYLE | {"svg.fonttype": "none", "svg.hashsalt": "maskbridge", "font.sans-serif": FONTS}):
         picture, axes = plt.subplots(figsize=(9, 0.56 * len(rows) + 1.4))
         for at, row in enumerate(rows):
             drawn = [(row.default_ratio or 1.0, row.default, PALE_BLUE), (1.0, row.fused, BLUE), (row.ratio, row.ours, OURS_COLOUR)]

@@ -313,9 +313,8 @@ def _threads(facts: Environment) -> Iterator[Finding]:
 
 def _cache(facts: Environment) -> Iterator[Finding]:
     if facts.cache_dir is None:
-        yield Finding(
-            "compilation cache", NOTE, "off: every process compiles anew", "JAX_COMPILATION_CACHE_DIR=/a/folder (docs/performance/compiling.md)"
-        )
+        fix = "JAX_COMPILATION_CACHE_DIR=/a/folder (docs/performance/compiling.md)"
+        yield Finding("compilation cache", NOTE, "off: every process compiles anew", fix)
     elif not facts.cache_writable:
         yield Finding("compilation cache", WARNING, f"{facts.cache_dir} cannot be written to", "choose another folder")
     else:
