@@ -1,7 +1,8 @@
-# Every target makes the environment that it needs. PYTHON, VENV and CONSTRAINTS can be set on the command line.
+# Every target makes the environment that it needs. PYTHON and VENV can be set on the command line. noxfile.py has the tests with other Pythons.
 PYTHON ?= python3
 VENV ?= .venv
-CONSTRAINTS ?= requirements/constraints.txt
+SDIST_TESTS := tests/torch_api/test_optimizer.py tests/torch_api/_step/test_recompile_reasons.py tests/repository/test_docs.py \
+	tests/repository/test_project.py tests/repository/test_release.py
 # Of `make test`: a file or folder of tests instead of all.
 FILE ?=
 BIN := $(VENV)/bin
@@ -10,8 +11,9 @@ CLIENTS := .venv-clients
 BENCH := .venv-bench
 TORCHAX := .venv-torchax
 PRERELEASES := .venv-prereleases
+RELEASE := .venv-release
 
-.PHONY: demo test check quick nightly mistakes baseline bench torchax docs test-bench test-oldest test-prereleases test-clients test-wheel clean
+.PHONY: demo test check nightly mistakes baseline bench torchax docs test-bench test-oldest test-prereleases test-clients dist test-sdist test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -22,10 +24,6 @@ test: $(VENV)/.installed
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
-
-# The tests of `make check` alone, as CI runs them with each Python: lint and types are those of the pins of development.
-quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
 
 # What takes too long for every change: each operator of torch's database with each kind of samples, most examples, the other half of long
@@ -78,18 +76,33 @@ test-prereleases:
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest -n 2 --dist loadfile tests/clients docs
 
-# The built wheel, from an empty directory.
-test-wheel: $(VENV)/.installed
-	rm -rf build dist .venv-wheel && $(BIN)/python -m pip wheel -q --no-deps -w dist .
-	$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c requirements/constraints.txt
-	cd dist && ../.venv-wheel/bin/python -c "import maskbridge, bridge, torch_api; print(torch_api.__file__)"
-	mkdir -p dist/run && cp -r tests pyproject.toml dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
-		&& ../../.venv-wheel/bin/python -m pytest -q tests/torch_api/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/torch_api/test_state_dict.py
+# The two files of a release, and what the index and tools/check_release.py require of them.
+dist: $(RELEASE)/.installed
+	rm -rf dist && $(RELEASE)/bin/python -m build
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(PYTHON) tools/check_release.py dist
 
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+# The built wheel, from an empty directory.
+test-wheel: dist
+	rm -rf build/wheel .venv-wheel && mkdir -p build/wheel && cp -r tests pyproject.toml build/wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl pytest -c requirements/constraints.txt
+	cd build/wheel && ../../.venv-wheel/bin/python -c "import maskbridge, bridge, torch_api; print(torch_api.__file__)"
+	cd build/wheel && ../../.venv-wheel/bin/python -m pytest -q tests/torch_api/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/torch_api/test_state_dict.py
+
+# The source distribution, unpacked into an empty directory. The tests need tests/support, docs/, examples/, benchmarks/, requirements/ and
+# the workflows.
+test-sdist: dist
+	rm -rf build/sdist .venv-sdist && mkdir -p build/sdist && tar -xf dist/*.tar.gz -C build/sdist --strip-components=1
+	$(PYTHON) -m venv .venv-sdist
+	.venv-sdist/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	cd build/sdist && ../../.venv-sdist/bin/python -m pip install -q ".[examples]" --group test -c requirements/constraints.txt
+	cd build/sdist && ../../.venv-sdist/bin/python -m pytest -q $(SDIST_TESTS)
+
+$(VENV)/.installed: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=25.1"
-	$(BIN)/python -m pip install -q -e ".[examples]" --group dev -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -e ".[examples]" --group dev -c requirements/constraints.txt
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml requirements/oldest.txt
@@ -122,5 +135,11 @@ $(TORCHAX)/.installed: pyproject.toml requirements/constraints.txt requirements/
 	$(TORCHAX)/bin/python -m pip install -q --no-deps --target $(TORCHAX)/stable torchax==0.0.13
 	touch $@
 
+$(RELEASE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(RELEASE)/bin/python -m pip install -q --group release
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PRERELEASES) $(CLIENTS) $(BENCH) $(TORCHAX) .venv-wheel build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(PRERELEASES) $(CLIENTS) $(BENCH) $(TORCHAX) $(RELEASE) .nox .venv-sdist .venv-wheel build dist *.egg-info
