@@ -1,8 +1,8 @@
 # Every target makes the environment that it needs. PYTHON and VENV can be set on the command line. noxfile.py has the tests with other Pythons.
 PYTHON ?= python3
 VENV ?= .venv
-SDIST_TESTS := tests/torch_api/test_optimizer.py tests/torch_api/_step/test_recompile_reasons.py tests/repository/test_docs.py \
-	tests/repository/test_project.py tests/repository/test_release.py
+# Of `make test-sdist`: they need tests/support, pages, requirements/ and workflows.
+SDIST_TESTS := README.md docs/internals/upstream.md tests/torch_api/_step/test_recompile_reasons.py tests/repository/test_project.py tests/repository/test_release.py
 # Of `make test`: a file or folder of tests instead of all.
 FILE ?=
 BIN := $(VENV)/bin
@@ -90,8 +90,7 @@ test-wheel: dist
 	cd build/wheel && ../../.venv-wheel/bin/python -c "import maskbridge, bridge, torch_api; print(torch_api.__file__)"
 	cd build/wheel && ../../.venv-wheel/bin/python -m pytest -q tests/torch_api/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/torch_api/test_state_dict.py
 
-# The source distribution, unpacked into an empty directory. The tests need tests/support, docs/, examples/, benchmarks/, requirements/ and
-# the workflows.
+# The source distribution, unpacked into an empty directory.
 test-sdist: dist
 	rm -rf build/sdist .venv-sdist && mkdir -p build/sdist && tar -xf dist/*.tar.gz -C build/sdist --strip-components=1
 	$(PYTHON) -m venv .venv-sdist
