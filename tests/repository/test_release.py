@@ -132,3 +132,28 @@ def test_missing_files_are_refused(check_release, tmp_path, monkeypatch, capsys)
     assert "has no docs/c.md" in run(check_release, tmp_path, monkeypatch, capsys)[1]
     (tmp_path / "maskbridge-1.2.3.tar.gz").unlink()
     assert "1 wheels and 0 source distributions" in run(check_release, tmp_path, monkeypatch, capsys)[1]
+
+
+def test_versions_and_addresses_agree():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {PYPROJECT['project']['version']}\n" in citation
+    assert f'\nrepository-code: "{HOOKS["custom"]["repository"]}"\n' in citation
+
+
+def test_versions_of_the_commit_hooks_are_those_of_the_lint_group():
+    pins = dict(re.findall(r"([\w-]+)==([\w.]+)", (ROOT / ".pre-commit-config.yaml").read_text()))
+    assert {"import-linter", "ruff"} <= pins.keys()
+    lint = dict(each.split("==") for each in PYPROJECT["dependency-groups"]["lint"])
+    assert {name: pins[name] for name in pins.keys() & lint.keys()} == {name: lint[name] for name in pins.keys() & lint.keys()}
+
+
+def test_changelog_keeps_the_form_of_keep_a_changelog():
+    headings = re.findall(r"^(##+) (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = [text for level, text in headings if level == "##"]
+    assert versions
+    assert [text for text in versions if not re.fullmatch(r"Unreleased|\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", text)] == []
+    assert {text for level, text in headings if level == "###"} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_reports_of_problems_ask_for_the_installation():
+    assert "python -m bridge" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.yml").read_text()
