@@ -50,12 +50,14 @@ def problems_of_files(wheel: Path, sdist: Path, tracked: list[str]) -> list[str]
     metadata, installed = read_wheel(wheel)
     sources = read_sdist(sdist)
     folders = {name.split("/")[0] for name in installed if ".dist-info/" not in name}
+    stray = sources.keys() - {*tracked, "PKG-INFO"} if tracked else set()
     missing = [f"{package}/py.typed" for package in PACKAGES if f"{package}/py.typed" not in installed]
     return [
         *(f"{wheel.name}: the description has the relative link {target}" for target in relative_links(metadata.get_payload())),
         *(f"{wheel.name}: has no {name}" for name in missing),
         *(f"{wheel.name}: installs {name}, which is none of the packages" for name in sorted(folders - set(PACKAGES))),
         *(f"{sdist.name}: has no {name}" for name in tracked if name not in sources),
+        *(f"{sdist.name}: has {name}, which is not under version control" for name in sorted(stray)),
     ]
 
 

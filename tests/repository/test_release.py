@@ -67,6 +67,7 @@ SOURCES = {
     "CITATION.cff": "version: 1.2.3\n",
     "CONTRIBUTING.md": "Replace example.invalid.\n",
     "docs/a.md": "",
+    "pyproject.toml": "https://host/maskbridge",
 }
 
 
@@ -83,7 +84,7 @@ def write_release(folder, check_release, *, description="[a](https://b)", packag
 
 
 def run(check_release, folder, monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(check_release, "list_tracked_files", lambda: list(SOURCES))
+    monkeypatch.setattr(check_release, "list_tracked_files", lambda: [*SOURCES])
     status = check_release.main([str(folder), *arguments])
     return status, capsys.readouterr().out
 
@@ -125,11 +126,13 @@ def test_incomplete_files_are_refused(changed, problem, check_release, tmp_path,
     assert problem in printed
 
 
-def test_missing_files_are_refused(check_release, tmp_path, monkeypatch, capsys):
+def test_missing_and_stray_files_are_refused(check_release, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, "docs/b.md", "")
     write_release(tmp_path, check_release)
     monkeypatch.setitem(SOURCES, "docs/c.md", "")
     assert "has no docs/c.md" in run(check_release, tmp_path, monkeypatch, capsys)[1]
+    monkeypatch.delitem(SOURCES, "docs/b.md")
+    assert "has docs/b.md, which is not under version control" in run(check_release, tmp_path, monkeypatch, capsys)[1]
     (tmp_path / "maskbridge-1.2.3.tar.gz").unlink()
     assert "1 wheels and 0 source distributions" in run(check_release, tmp_path, monkeypatch, capsys)[1]
 
