@@ -119,6 +119,7 @@ def test_files_and_names_in_contributing_exist():
     spans = re.findall(r"`([^`\n]+)`", (ROOT / "CONTRIBUTING.md").read_text())
     folders = ("benchmarks", "bridge", "docs", "examples", "maskbridge", "tests", "tools", "torch_api")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".json", ".ipynb")]
+    files += ROOT.glob("*.py")
     paths = [span for span in spans if re.fullmatch(r"[\w./]+", span) and span.split("/")[0] in folders and "/" in span]
     assert len(paths) > 50
     assert [path for path in paths if not (ROOT / path).exists()] == []
