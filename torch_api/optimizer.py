@@ -83,7 +83,7 @@ class OptaxOptimizer(SelectorOptimizer):
       tx: an optax transformation (anything with `init` and `update`), a function that makes one from keyword arguments
         (`optax.adamw`, `bridge.rules.adam`), or a `bridge.OptimizerDef`. It sees the same tree as in pure JAX: the nested
         dict of the parameters, by their dotted names. A transformation updates all groups; a function makes one for each group.
-      mask: which parameters are optimized, True = optimized; any selector of the README. A parameter with False is frozen:
+      mask: which parameters are optimized, True = optimized; any selector (docs/selectors.md). A parameter with False is frozen:
         its bits never change, it has no state and no decay, and its gradient is neither read nor part of a norm.
       decay_mask: which parameters decay, True = by the group's `weight_decay`; any selector.
       lr_scale: a selector whose values multiply the lr of each parameter (`layer_decay`); 1 for parameters that it does not select.

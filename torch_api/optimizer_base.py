@@ -221,8 +221,8 @@ class SelectorOptimizer(StateWatchingOptimizer, ABC):
         """Train or freeze the selected parameters from the next step on, regardless of the mask.
 
         Args:
-          selector: any selector of the README except arrays. Parameters that it does not select keep their setting. Training removes a mask
-            of elements.
+          selector: any selector (docs/selectors.md) except arrays. Parameters that it does not select keep their setting. Training
+            removes a mask of elements.
           trainable: True to train, False to freeze.
           keep_state: when freezing, whether to keep the moments and step count for later.
 

@@ -49,7 +49,7 @@ class PartitionedOptimizer(OptaxOptimizer):
       params: as in `OptaxOptimizer`.
       transforms: label -> transformation, or label -> (function, dict of its hyperparameters), or label -> function. Each
         transformation sees the nested dict of all parameters, with None in place of parameters with other labels.
-      labels: any selector of the README that gives each parameter a label. A frozen parameter needs none.
+      labels: any selector (docs/selectors.md) that gives each parameter a label. A frozen parameter needs none.
       mask, decay_mask, lr_scale: as in `OptaxOptimizer`.
       **engine: max_grad_norm, writeback, state_dtype, master_weights, stochastic_rounding, rounding_seed and ema_decay, as in
         `OptaxOptimizer`.

@@ -319,7 +319,8 @@ class ReplicatedOptimizer(OptimizerDef):
 class ModelParamTraversal:
     """Selects parameters by a function (path, param) -> bool, with paths like '/head/weight'.
 
-    It is a selector too (README): called with the dotted name 'head.weight' it returns what the function returns for '/head/weight'.
+    It is a selector too (docs/selectors.md): called with the dotted name 'head.weight', it returns the value of the function for
+    '/head/weight'.
 
     Args:
       filter_fn: the function.
@@ -371,7 +372,7 @@ class MultiOptimizer(OptimizerDef):
     """Several definitions, each for the leaves that a selector picks.
 
     Args:
-      *traversals_and_optimizers: pairs of a `ModelParamTraversal`, or any selector (README) on dotted names, and a definition.
+      *traversals_and_optimizers: pairs of a `ModelParamTraversal`, or any selector (docs/selectors.md) on dotted names, and a definition.
 
     A leaf of no pair has the state None and is not changed, and its gradient is not read. `init_state` raises a ValueError
     for a leaf of two pairs, with the leaf and the pairs in the text, and for a pattern that matches nothing.

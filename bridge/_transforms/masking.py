@@ -126,7 +126,7 @@ def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_
 
     Args:
       tx: any optax transformation. Extra args are passed on to it.
-      mask: any selector (README), True = optimized. It is resolved when `init` receives the parameters, which may be tracers.
+      mask: any selector (docs/selectors.md), True = optimized. It is resolved when `init` receives the parameters, which may be tracers.
       mask_compatible_extra_args: whether to hide frozen leaves of extra args that have the structure of the updates too.
 
     Raises:
@@ -157,7 +157,7 @@ def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
     both.
 
     Args:
-      frozen: any selector (README), True = frozen. It is resolved when `init` receives the parameters.
+      frozen: any selector (docs/selectors.md), True = frozen. It is resolved when `init` receives the parameters.
 
     Raises:
       TypeError: `frozen` is None: a selector None means all leaves, and `frozen=None` looks like none. Otherwise as `select`.
@@ -189,7 +189,7 @@ def partition(
     Args:
       transforms: label -> transformation. Labels have one type that sorts, such as str.
       param_labels: a pytree of labels over the parameters, a prefix of one (one label serves all), a function from the parameters to one,
-        a callable pytree that holds labels (an Equinox module), or any other selector (README).
+        a callable pytree that holds labels (an Equinox module), or any other selector (docs/selectors.md).
       mask_compatible_extra_args: as in `optax.partition`.
 
     Raises:

@@ -20,7 +20,7 @@ from bridge._interop.tensor_storage import why_unreadable
 from bridge._ir.types import PyTree
 from bridge._names import did_you_mean, nest, path_name, without_wrappers
 
-# Any form of the README's "Selectors". Pytrees of other classes than dicts, lists and tuples are allowed too; they have no type here.
+# Any form of docs/selectors.md. Pytrees of other classes than dicts, lists and tuples are allowed too; they have no type here.
 Selector: TypeAlias = (
     bool
     | np.bool_
@@ -80,7 +80,7 @@ def resolve_selector(spec: UncheckedSelector, leaves: NamedLeaves, kind: Selecto
     """Resolve a selector on the host, once, to one `Decision` for each leaf after the first `resolved_count`.
 
     Args:
-      spec: any form of the README's "Selectors".
+      spec: any form of docs/selectors.md.
       leaves: names, parameters and tree.
       kind: the values to expect. "labels": a hashable label for every leaf. "labels_or_none": the same, with None for a leaf that no
         rule matches. "mask" and "decay_mask": bools, for "mask" also boolean arrays of the leaf's shape, and False for a leaf that no
@@ -453,7 +453,7 @@ def resolve_mask(spec: UncheckedSelector, params: PyTree) -> PyTree:
     """Resolve a mask selector to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
 
     Args:
-      spec: any form of the README's "Selectors".
+      spec: any form of docs/selectors.md.
       params: a pytree of arrays or tensors, whose key paths joined by dots are the names; or an `nn.Module`.
 
     Returns:
@@ -476,7 +476,7 @@ def resolve_labels(spec: UncheckedSelector, params: PyTree) -> PyTree:
     """Resolve a label selector to a pytree of labels.
 
     Args:
-      spec: any form of the README's "Selectors".
+      spec: any form of docs/selectors.md.
       params: as for `resolve_mask`.
 
     Returns:
