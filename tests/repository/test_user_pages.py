@@ -46,6 +46,15 @@ def test_readme_has_the_tested_sets_of_the_page_about_versions():
     assert shown == rows
 
 
+def test_readme_has_the_times_of_the_page_about_performance():
+    tables = [
+        re.findall(r"^\|.*\(quartiles\) \|\n(?:\|.*\n)+", (ROOT / name).read_text(), re.M)
+        for name in ("README.md", "docs/performance/index.md")
+    ]
+    assert len(tables[0]) == 1
+    assert tables[0] == tables[1][:1]
+
+
 # ------------------------------------------------------------------ docs/troubleshooting.md
 
 
