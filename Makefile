@@ -10,10 +10,11 @@ OLDEST := .venv-oldest
 CLIENTS := .venv-clients
 BENCH := .venv-bench
 TORCHAX := .venv-torchax
+DOCS := .venv-docs
 PRERELEASES := .venv-prereleases
 RELEASE := .venv-release
 
-.PHONY: demo test check nightly mistakes baseline bench torchax docs test-bench test-oldest test-prereleases test-clients dist test-sdist test-wheel clean
+.PHONY: demo test check nightly mistakes baseline bench torchax docs docs-site test-bench test-oldest test-prereleases test-clients dist test-sdist test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -58,6 +59,10 @@ test-bench: $(VENV)/.installed
 # The tables of transformations, bad inputs, operators and drop-in classes, from the code.
 docs: $(VENV)/.installed
 	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/torch_api/test_zoo.py tests/repository/test_errors.py tests/repository/test_docs.py tests/bridge/_tracing/ops/test_op_db.py::test_the_page_has_each_operator
+
+# The site, in site/: open site/index.html. Warnings are errors. The sources are read, not imported, so neither jax nor torch is installed.
+docs-site: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed
@@ -140,5 +145,11 @@ $(RELEASE)/.installed: pyproject.toml
 	$(RELEASE)/bin/python -m pip install -q --group release
 	touch $@
 
+$(DOCS)/.installed: pyproject.toml requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(DOCS)/bin/python -m pip install -q --group docs -c requirements/docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PRERELEASES) $(CLIENTS) $(BENCH) $(TORCHAX) $(RELEASE) .nox .venv-sdist .venv-wheel build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) $(OLDEST) $(PRERELEASES) $(CLIENTS) $(BENCH) $(TORCHAX) $(RELEASE) .nox .venv-sdist .venv-wheel build dist site *.egg-info

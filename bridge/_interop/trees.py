@@ -30,7 +30,7 @@ def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str,
         that is not aligned to 64 bytes. None: copy such a parameter. True: copy all parameters.
 
     Returns:
-      A nested dict: 'head.weight' is at ['head']['weight']. Each array aliases its parameter, unless it was copied.
+      A nested dict: 'head.weight' is at `tree["head"]["weight"]`. Each array aliases its parameter, unless it was copied.
 
     Raises:
       ValueError: jax cannot view a parameter without a copy, and copy is False. The text names the parameter.

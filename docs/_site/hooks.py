@@ -1,0 +1,39 @@
+"""Hooks of mkdocs: links to files of the repository, and the check that no page loads anything from the internet."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]*)(?=[)#])")
+LOADED = re.compile(r"""<(?:(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc|link\b[^>]*\bhref)=["']?(?:https?:)?//[^>]*>""")
+
+
+def source_url():
+    """Return the address of the repository: pyproject.toml has it once for everything."""
+    hooks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"].get("metadata", {}).get("hooks", {})
+    return hooks.get("custom", {}).get("repository", "https://example.invalid/maskbridge")
+
+
+def on_page_markdown(markdown, *, page, config, **_):
+    """Replace relative links that leave docs/ by links to the repository. mkdocs then reports those whose file does not exist."""
+    docs = Path(config.docs_dir)
+
+    def outside(match):
+        path = (docs / page.file.src_uri).parent.joinpath(match[1]).resolve()
+        if path.is_relative_to(docs) or not path.exists():
+            return match[1]
+        return f"{source_url()}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(ROOT).as_posix()}"
+
+    return LINK.sub(outside, markdown)
+
+
+def on_post_page(output, *, page, **_):
+    """Raise an error if a page loads something from the internet. The theme would load mermaid from there."""
+    if found := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads from the internet: {found[0]}")
+    if 'class="mermaid"' in output:
+        raise PluginError(f"{page.file.src_uri} has a mermaid diagram, whose script comes from the internet. Use an image.")
+    return output
