@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]*)(?=[)#])")
 LOADED = re.compile(r"""<(?:(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc|link\b[^>]*\bhref)=["']?(?:https?:)?//[^>]*>""")
 
+LOW_RANK = ("errors.md", "operators.md", "torchax.md", "internals/")  # lists of everything, and pages for contributors
+
 
 def source_url():
     """Return the address of the repository: pyproject.toml has it once for everything."""
@@ -18,8 +20,15 @@ def source_url():
 
 
 def on_page_markdown(markdown, *, page, config, **_):
-    """Replace relative links that leave docs/ by links to the repository. mkdocs then reports those whose file does not exist."""
+    """Rank pages in the search, and replace relative links that leave docs/ by links to the repository.
+
+    A link to a file that does not exist stays, and mkdocs reports it. Pages have no metadata of their own, which GitHub would show.
+    """
     docs = Path(config.docs_dir)
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri.startswith(LOW_RANK):
+        page.meta["search"] = {"boost": 0.2}
 
     def outside(match):
         path = (docs / page.file.src_uri).parent.joinpath(match[1]).resolve()

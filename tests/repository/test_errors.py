@@ -171,12 +171,13 @@ def test_every_raise_is_provoked(provoked):
     assert not needless, f"gone, or reached by an entry: {needless}"
 
 
-HEAD = """# Bad inputs and what is said of them
+HEAD = """# Error messages
 
-Written by `make docs` from `tests/support/bad_inputs*.py`; `tests/repository/test_errors.py` provokes each, asserts this
-text, and that parameters and state are as before the call. It also asserts that every `raise` of the packages is here, but for those
-that need several devices. Names, shapes and lists of known names are those of the example; where a function was traced, which jax
-adds, is left out.
+Each message, with the input that causes it. Names, shapes and lists of known names are those of an example. An error changes nothing:
+parameters and state are as before the call. [Troubleshooting](troubleshooting.md) has the cases that people meet most.
+
+`make docs` writes this page. `tests/repository/test_errors.py` provokes each error and compares its text. Left out are errors that need
+several devices, and what jax adds about the traced function.
 """
 
 
