@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/selectors.md", "docs/troubleshooting.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/get_started.md", "docs/selectors.md", "docs/troubleshooting.md"])
 def test_page_shows_what_its_blocks_print(name, standard_promotion, tmp_path, monkeypatch):
     """sybil runs these blocks too, but does not compare what they print with the text block behind them."""
     monkeypatch.chdir(tmp_path)
