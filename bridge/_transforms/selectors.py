@@ -20,7 +20,6 @@ from bridge._interop.tensor_storage import why_unreadable
 from bridge._ir.types import PyTree
 from bridge._names import did_you_mean, nest, path_name, without_wrappers
 
-# Any form of docs/selectors.md. Pytrees of other classes than dicts, lists and tuples are allowed too; they have no type here.
 Selector: TypeAlias = (
     bool
     | np.bool_
@@ -35,6 +34,10 @@ Selector: TypeAlias = (
     | Callable[..., Any]
     | None
 )
+"""Which parameters an argument applies to, in any form of docs/selectors.md: globs, patterns, functions, modules, trees, lists of rules.
+
+Pytrees of other classes than dicts, lists and tuples are allowed too; they have no type here.
+"""
 UncheckedSelector: TypeAlias = Any  # what a user gave as a `Selector`, before its form is known
 SelectorKind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
