@@ -588,7 +588,7 @@ class MaskedMuon(OptaxOptimizer):
       eps: the least norm by which the matrix is divided before the iteration.
       ns_steps: the number of iterations, below 100.
       adjust_lr_fn: "original" or None multiplies lr by sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows,
-        columns)).
+        columns)), "spectral_unclamped" (torch 2.15) by sqrt(rows / columns).
       **engine: mask, decay_mask, lr_scale, max_grad_norm and the other options of every class: see `OptaxOptimizer`.
 
     Raises:

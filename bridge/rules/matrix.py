@@ -90,8 +90,8 @@ def muon(
     """torch.optim.Muon for leaves that are matrices: momentum, orthogonalized in bfloat16, and decoupled weight decay.
 
     The momentum is an average (the gradient enters with 1 - momentum), as in torch; in optax.contrib.muon it is a sum.
-    `lr` is multiplied by sqrt(max(1, rows / columns)) if `adjust_lr_fn` is "original" or None, and by
-    0.2 * sqrt(max(rows, columns)) if it is "match_rms_adamw".
+    `lr` is multiplied by sqrt(max(1, rows / columns)) if `adjust_lr_fn` is "original" or None, by 0.2 * sqrt(max(rows, columns)) if it is
+    "match_rms_adamw", and by sqrt(rows / columns) if it is "spectral_unclamped".
 
     Args:
       lr: the learning rate.
@@ -99,10 +99,11 @@ def muon(
       momentum: the decay rate of the average of the gradient.
       nesterov: whether to step along the average of the gradient and the new momentum.
       ns_coefficients, eps, ns_steps: the coefficients, eps and steps of `newton_schulz`.
-      adjust_lr_fn: "original", "match_rms_adamw" or None.
+      adjust_lr_fn: "original", "match_rms_adamw", "spectral_unclamped" or None.
 
-    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
-    https://kellerjordan.github.io/posts/muon/; match_rms_adamw: Liu et al., arXiv:2502.16982.
+    Source: https://github.com/pytorch/pytorch/blob/v2.15.0/torch/optim/_muon.py; Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/; match_rms_adamw: Liu et al., arXiv:2502.16982; spectral_unclamped: Bernstein,
+    https://jeremybernste.in/writing/deriving-muon.
 
     Example:
       >>> import bridge, jax.numpy as jnp
@@ -143,7 +144,10 @@ def muon_with(
     """
 
     def ratio(rows: int, columns: int) -> float:
-        return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
+        if adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        shape_ratio = rows / max(columns, 1)
+        return math.sqrt(shape_ratio if adjust_lr_fn == "spectral_unclamped" else max(1, shape_ratio))
 
     def update_leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Update:
         buffer = lerp(momentum_buffer, g, 1 - widest_float(momentum))

@@ -335,7 +335,7 @@ assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_late_flag_is_detected_in_a_compiled_program():
     """Simulate a jaxlib without per-program requests by a hook that jax does not know."""
     late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names"

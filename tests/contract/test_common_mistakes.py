@@ -111,6 +111,14 @@ def test_rules_take_learning_rate(name):
         make(0.25, learning_rate=0.25)
 
 
+@pytest.mark.parametrize("make", [torch_api.MaskedSGD, lambda params: torch_api.OptaxOptimizer(params, optax.sgd(0.1))])
+def test_a_set_of_parameters_warns(make):
+    params = set(model().parameters())
+    with pytest.warns(FutureWarning, match="optimizer parameters need to be organized in ordered collections, but params is a set"):
+        optimizer = make(params)
+    assert set(optimizer.param_groups[0]["params"]) == params
+
+
 # ------------------------------------------------------------------ errors
 
 

@@ -78,7 +78,7 @@ def run(safe):
     return done.stdout
 
 
-@pytest.mark.parametrize("safe", [True, False], ids=["safe", "as usual"])
+@pytest.mark.parametrize("safe", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["safe", "as usual"])
 def test_safe_mode_moves_as_torch_in_memory_of_torch(safe):
     """Without the variable the memory is jax's, so the assertions can fail."""
     text = run(safe)

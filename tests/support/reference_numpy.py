@@ -126,5 +126,6 @@ def muon(p, g, s, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, adjus
     """Jordan et al. with decoupled decay (Liu et al., arXiv:2502.16982); torch's momentum is an average."""
     m = _average(s, "m", momentum, g)
     rows, columns = p.shape
-    ratio = 0.2 * np.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else np.sqrt(max(1.0, rows / columns))
+    ratios = {"match_rms_adamw": 0.2 * np.sqrt(max(rows, columns)), "spectral_unclamped": np.sqrt(rows / columns)}
+    ratio = ratios.get(adjust_lr_fn, np.sqrt(max(1.0, rows / columns)))
     return p * (1 - lr * weight_decay) - lr * ratio * newton_schulz((1 - momentum) * g + momentum * m if nesterov else m)

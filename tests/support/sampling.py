@@ -3,13 +3,14 @@
 import pytest
 
 
-def sampled(cases, names=()):
+def sampled(cases, names=(), every=None):
     """Return the cases as parameters; some are marked `nightly`. `names`: their ids.
 
-    Every second case runs always, and of a list of more than eight every third one.
+    Each case whose number is a multiple of `every` runs always. Without it that is every second case, of a list of more than four every
+    third one, and of more than twelve every fourth one.
     """
     ids = list(names) or [None] * len(cases)
-    return [pytest.param(case, marks=marks, id=name) for case, marks, name in zip(cases, _marks(len(cases)), ids, strict=True)]
+    return [pytest.param(case, marks=marks, id=name) for case, marks, name in zip(cases, _marks(len(cases), every), ids, strict=True)]
 
 
 def sampled_tuples(cases):
@@ -17,6 +18,6 @@ def sampled_tuples(cases):
     return [pytest.param(*case, marks=marks) for case, marks in zip(cases, _marks(len(cases)), strict=True)]
 
 
-def _marks(count):
-    every = 3 if count > 8 else 2
+def _marks(count, every=None):
+    every = every or (4 if count > 12 else 3 if count > 4 else 2)
     return [[pytest.mark.nightly] * (nth % every > 0) for nth in range(count)]

@@ -112,7 +112,7 @@ def closure_compiled(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly), INDUCTOR])
 @pytest.mark.parametrize("form", [model_compiled, step_compiled])
 @pytest.mark.parametrize("name", PAIRS)
 def test_compiled_training_moves_like_uncompiled_training_and_torch(name, form, backend):

@@ -114,7 +114,7 @@ SAME = {
 
 # RAdam adds eps at another point than optax does.
 LOOSE = {"RAdam": 1e-3}
-HEAVY = [pytest.param(name, marks=pytest.mark.slow) if name not in ("Adam", "SGD") else name for name in SAME]
+HEAVY = [pytest.param(name, marks=pytest.mark.nightly) if name not in ("Adam", "SGD") else name for name in SAME]
 
 
 @pytest.mark.parametrize("package", [torch.optim, torch_api], ids=["torch.optim", "torch_api"])

@@ -50,7 +50,7 @@ def build(name, ours, theirs, **options):
     return masked(ours, **options), original(theirs, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("name", "options"), CONFIGS, ids=IDS)
 def test_fifty_steps_move_as_in_torch_optim(name, options, dtype):
     ours = random_params(dtype)

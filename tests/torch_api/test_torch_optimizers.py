@@ -168,16 +168,17 @@ def test_muon_refuses_vectors_with_advice():
 
 
 def test_edited_static_hyperparameters_are_validated_and_take_effect():
-    p = torch.nn.Parameter(torch.randn(4, 2))
+    p = torch.nn.Parameter(torch.randn(2, 4))
     optimizer = torch_api.MaskedMuon([p], lr=0.1, weight_decay=0.0)
     moves = []
-    for name in (None, "match_rms_adamw"):
+    for name in (None, "match_rms_adamw", "spectral_unclamped"):
         optimizer.param_groups[0]["adjust_lr_fn"] = name
         before = p.detach().clone()
-        p.grad = torch.ones(4, 2)
+        p.grad = torch.ones(2, 4)
         optimizer.step()
         moves.append(float((p.detach() - before).norm()))
-    assert moves[1] / moves[0] == pytest.approx(0.2 * math.sqrt(4) / math.sqrt(2), rel=1e-2)
+    assert moves[1] / moves[0] == pytest.approx(0.2 * math.sqrt(4), rel=1e-2)
+    assert moves[2] / moves[0] == pytest.approx(math.sqrt(2 / 4), rel=1e-2)
     for key, value, error in (("adjust_lr_fn", "other", ValueError), ("ns_steps", 2.5, TypeError), ("ns_steps", 100, ValueError)):
         kept = optimizer.param_groups[0][key]
         optimizer.param_groups[0][key] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 
 from bridge._compiler.spec import TransformSpec
 from bridge._names import did_you_mean_or_list
+from bridge._warnings import stack_level
 from torch_api._rules.optimizer_spec import OptimizerSpec
 from torch_api._rules.types import MutableParamGroup, ParamGroup
 from torch_api._rules.validators import Check, as_tuple, is_number, is_one_number, is_scalar_array, is_sequence, tuple_length
@@ -306,9 +308,16 @@ def restore_lr_scale(group: MutableParamGroup) -> None:
 
 
 def list_params(cls_name: str, params: ParamsT) -> ParamsT:
-    """Return the parameters as a list. For an empty one raise torch's error with a possible cause."""
+    """Return the parameters as a list. For an empty one raise torch's error with a possible cause. Warn of a set, as torch 2.15 does."""
     if isinstance(params, torch.Tensor):
         return params  # torch's own TypeError
+    if isinstance(params, set):
+        warnings.warn(
+            f"{cls_name}: optimizer parameters need to be organized in ordered collections, but params is a set, whose order changes "
+            "between runs. Give a list.",
+            FutureWarning,
+            stacklevel=stack_level(),
+        )
     listed = _list_entries(f"{cls_name}: params", params)
     if not listed:
         raise ValueError(f"{cls_name}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")

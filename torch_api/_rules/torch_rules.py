@@ -40,7 +40,8 @@ MUON = OptimizerSpec(
         ),
         Check(
             adjust_lr_fn_is_known,
-            "Adjust learning rate function {adjust_lr_fn} is not supported; expected 'original', 'match_rms_adamw' or None",
+            "Adjust learning rate function {adjust_lr_fn} is not supported; expected 'original', 'match_rms_adamw', 'spectral_unclamped' "
+            "or None",
             at_every_step=True,
         ),
         Check(
@@ -138,7 +139,10 @@ RPROP = OptimizerSpec(
     rprop,
     checks=(*non_negative_checks(lr=_LR), Check(etas_enclose_one, "Invalid eta values: {etas[0]}, {etas[1]}")),
 )
-ASGD = OptimizerSpec(asgd, checks=non_negative_checks(lr=_LR, weight_decay=_DECAY))
+ASGD = OptimizerSpec(
+    asgd,
+    checks=non_negative_checks(lr=_LR, lambd="Invalid lambd value: {lambd}", alpha="Invalid alpha value: {alpha}", weight_decay=_DECAY),
+)
 
 # By the name of the class of torch.optim. The classes of `torch_api` have the same names after "Masked".
 SPECS_BY_CLASS: dict[str, OptimizerSpec] = {

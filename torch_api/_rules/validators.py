@@ -117,7 +117,7 @@ def is_matrix(p: torch.Tensor) -> bool:
 
 def adjust_lr_fn_is_known(group: ParamGroup) -> bool:
     """Return whether adjust_lr_fn is None or one of torch's names."""
-    return group["adjust_lr_fn"] in (None, "original", "match_rms_adamw")
+    return group["adjust_lr_fn"] in (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 
 def ns_steps_in_range(group: ParamGroup) -> bool:

@@ -17,6 +17,7 @@ import bridge
 from bridge._autograd import traced_function
 from bridge._memory import call_arguments
 
+KEEPS_RESULTS = jax.__version_info__ < (0, 12)  # whether the backward of tanh reads its result
 LAYOUTS = {
     "contiguous": lambda: torch.randn(16, 8),
     "transposed": lambda: torch.randn(8, 16).t(),
@@ -200,8 +201,12 @@ def test_change_between_forward_and_backward_raises_torchs_error():
     ):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             changed(fn, which)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        changed(lambda a, b: jnp.tanh(a @ b), None)
+    if KEEPS_RESULTS:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            changed(lambda a, b: jnp.tanh(a @ b), None)
+    else:
+        for ours, theirs in zip(changed(lambda a, b: jnp.tanh(a @ b), None), torch.autograd.grad(torch.tanh(a @ b), (a, b)), strict=True):
+            torch.testing.assert_close(ours, theirs)
     for fn, which in ((lambda a, b: a + 2 * b, 0), (lambda a, b: jnp.sin(a) + b, 1), (lambda a, b: a * b, None)):
         changed(fn, which)
 

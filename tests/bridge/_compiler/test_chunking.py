@@ -55,7 +55,7 @@ PAIRS = {
 # ---------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SGD", "NAdam"))])
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("SGD", "NAdam"))])
 def test_steps_with_random_missing_gradients_move_as_in_torch_and_stop_compiling(name):
     masked, original, options = PAIRS[name]
     runs, start = pair(masked, original, **options)

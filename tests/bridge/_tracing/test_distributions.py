@@ -71,7 +71,7 @@ def point():
     return torch.linspace(-1.2, 1.1, 8).reshape(2, 4)
 
 
-@pytest.mark.parametrize("name", [*WITH_MOMENTS, *OTHERS])
+@pytest.mark.parametrize("name", sampled([*WITH_MOMENTS, *OTHERS]))
 def test_densities_and_their_gradients_match_torch(name):
     make = (WITH_MOMENTS | OTHERS)[name]
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_mean_gradient_of_samples_is_the_gradient_of_the_mean(name):
     np.testing.assert_allclose(found, expected, rtol=0.06, atol=0.06)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", sampled(OTHERS))
 def test_distributions_without_moments_draw_within_their_support(name):
     make = OTHERS[name]
     pure = bridge.module_function(Applies(lambda x: make(x).sample((100,))))

@@ -55,7 +55,7 @@ jax.jit(jax.grad(lambda x: loss(x, jnp.asarray(i))))(jnp.ones((3, 4), jnp.float3
 }
 
 
-@pytest.fixture(scope="module", params=["", "1"], ids=["by program", "by process"])
+@pytest.fixture(scope="module", params=["", pytest.param("1", marks=pytest.mark.nightly)], ids=["by program", "by process"])
 def ended(request):
     """Run the programs one after another in one process, which prints each name it got through; return its output."""
     programs = PROGRAMS | ({} if request.param else OWN)

@@ -39,7 +39,7 @@ def test_twenty_steps_match_optax(name):
         assert max(map(movement_error, moved_by(tx, start, grads, lr=1.001), expected, start)) < bound
 
 
-@pytest.mark.parametrize("name", ["clip, adafactor", "two leaves", "rows", "sums"])
+@pytest.mark.parametrize("name", sampled(["clip, adafactor", "two leaves", "rows", "sums"]))
 def test_leaves_with_different_equations_are_updated_separately(name, monkeypatch):
     """The bucket classes come from another trace; if they are wrong, only speed may suffer."""
     monkeypatch.setattr(separability, "bucket_classes", lambda problem, extra: (0,) * len(problem.specs))
@@ -232,7 +232,7 @@ def test_skipped_update_keeps_all_bits(bad):
 
 @pytest.mark.parametrize(
     "options",
-    [{"ema_decay": 0.9}, {"master_weights": True}, {"master_weights": True, "ema_decay": 0.9}, {"stochastic_rounding": True}, {}],
+    sampled([{"ema_decay": 0.9}, {"master_weights": True}, {}, {"master_weights": True, "ema_decay": 0.9}, {"stochastic_rounding": True}]),
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from jaxprs import printed
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
+from sampling import sampled
 
 import torch_api
 from bridge import _process
@@ -149,7 +150,7 @@ TYPES = {
 
 @FUSES
 @stays
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", sampled(TYPES))
 def test_results_of_several_dtypes_are_written_without_a_copy(name, monkeypatch):
     dtype, options, most, kinds = TYPES[name]
     counts = []

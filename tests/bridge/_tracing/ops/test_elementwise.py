@@ -87,7 +87,7 @@ def _default_dtype(request):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.nightly)], ids=["float32", "float64"])
 @pytest.mark.parametrize(("name", "function", "specs"), CASES, ids=[name for name, *_ in CASES])
 def test_operation_matches_torch(name, function, specs, dtype):
     compare(name, function, specs, dtype)
