@@ -290,6 +290,8 @@ def test_gradients_at_nan_are_those_of_torch():
         "l1_loss": lambda x: F.l1_loss(x, torch.zeros(6)),
     }
     two = {"maximum": torch.maximum, "minimum": torch.minimum, "fmax": torch.fmax, "fmin": torch.fmin, "max": torch.max, "min": torch.min}
+    if "2.14" <= torch.__version__ < "2.15":  # there torch gives the gradient to a NaN as well as to the number beside it
+        del two["fmax"], two["fmin"]
     compare_gradients({name: (f, X) for name, f in one.items()} | {f"{name} of two": (f, X, Y) for name, f in two.items()})
 
 

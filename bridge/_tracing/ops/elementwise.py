@@ -22,6 +22,9 @@ from bridge._tracing.promotion import default_float, jax_dtype, promote
 
 from .subgradients import absolute, angle, arctan2, copysign, maximum, minimum, power, safe_sqrt, sign, zero_subgradient_at_zero
 
+# Whether torch shares the gradient between equal arguments of clamp, fmax and fmin: from 2.14 on.
+_GRAD_IS_SHARED = torch.__version__ >= "2.14"
+
 Dims = int | Sequence[int] | None
 
 
@@ -89,10 +92,18 @@ def frac(input: Any) -> jax.Array:
     return input - jnp.trunc(input)
 
 
+def _select(a: jax.Array, b: jax.Array, takes_a: jax.Array) -> jax.Array:
+    """Return a where it is taken or b is NaN, else b. From torch 2.14 on equal elements share the gradient."""
+    value = jnp.where(takes_a | (b != b), a, b)
+    if not (_GRAD_IS_SHARED and jnp.issubdtype(value.dtype, jnp.floating)):
+        return value
+    return write_without_grad(jnp.where(a == b, 0.5 * a + 0.5 * b, value), value)
+
+
 def _register_binary() -> None:
     table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": logaddexp, "xlogy": _xlogy}
     table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot}
-    table |= {"fmax": lambda a, b: jnp.where((a >= b) | (b != b), a, b), "fmin": lambda a, b: jnp.where((a <= b) | (b != b), a, b)}
+    table |= {"fmax": lambda a, b: _select(a, b, a >= b), "fmin": lambda a, b: _select(a, b, a <= b)}
     table |= {"mul": _mul, "multiply": _mul, "__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
     table |= {f"bitwise_{name}": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
     table |= {f"__{name}__": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
@@ -219,18 +230,39 @@ def rpow(input: Any, other: Any) -> jax.Array:
     return pow_(other, input)
 
 
+def _inner_grad(x: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+    """Return a function of x whose derivative is one strictly between the bounds, which are numbers, and zero elsewhere."""
+    inside = (True if low is None else x > low) & (True if high is None else x < high)
+    return jnp.where(inside, x, lax.stop_gradient(x))
+
+
+def _shared_grad(x: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+    """Return a function of x and of bounds that are tensors, whose derivatives are those of torch.clamp."""
+    if low is None or high is None:
+        return minimum(x, high) if low is None else maximum(x, low)
+    ordered, tie = low < high, (x == low) | (x == high)
+    of_x = jnp.where((x < low) | (x > high), 0.0, jnp.where(tie & ordered, 0.5, 1.0))
+    of_low = jnp.where((x < low) & (low <= high), 1.0, jnp.where((x == low) & ordered, 0.5, 0.0))
+    of_high = jnp.where((x > high) | (high < low), 1.0, jnp.where((x == high) & ordered, 0.5, 0.0))
+    return x * of_x.astype(x.dtype) + low * of_low.astype(x.dtype) + high * of_high.astype(x.dtype)
+
+
 @op("clamp", "clip")
 def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
-    """Return `input` clamped to bounds, and NaN where it or a bound is NaN.
+    """Return `input` clamped to bounds, and NaN where it or a bound is NaN. The gradient is that of the installed torch.
 
-    The gradient passes at the bounds and is zero at NaN, as in torch.
+    Before torch 2.14 it passes at the bounds and is zero at NaN. From 2.14 on it is zero at bounds that are numbers; at bounds that are
+    tensors it is shared with them, and it passes at NaN.
     """
     given = [x for x in (min, max) if x is not None]
+    is_tensor = any(isinstance(x, jax.Array) for x in given)
     input, *bounds = promote(input, *given)
     low = None if min is None else bounds[0]
     high = None if max is None else bounds[-1]
     value = input if low is None else jnp.maximum(input, low)
     value = value if high is None else jnp.minimum(value, high)
+    if _GRAD_IS_SHARED:
+        return write_without_grad(_shared_grad(input, low, high) if is_tensor else _inner_grad(input, low, high), value)
     inside, source = True, lax.stop_gradient(value)
     if low is not None:
         inside = input >= low

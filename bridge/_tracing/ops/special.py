@@ -17,7 +17,7 @@ from bridge._tracing.functionalization import write_without_grad
 from bridge._tracing.op_registry import op
 from bridge._tracing.promotion import jax_dtype, promote
 
-from .elementwise import clamp, in_float32, pow_, to_floating
+from .elementwise import in_float32, pow_, to_floating
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -95,9 +95,9 @@ _register()
 
 @op("logit")
 def logit(input: Any, eps: float | None = None) -> jax.Array:
-    """Return the inverse of the logistic function. `eps` clamps its input away from 0 and 1."""
+    """Return the inverse of the logistic function. `eps` moves its input away from 0 and 1, above 0.5 to the other side, as in torch."""
     x = to_floating(input)
-    x = x if eps is None else clamp(x, eps, 1 - eps)
+    x = x if eps is None else jnp.where(x < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
     return jnp.log(x) - jnp.log1p(-x)
 
 
