@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -64,7 +65,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("name", sampled(FACTORS))
 def test_warning_states_the_product_once(name):
     make, factor = FACTORS[name]
     net = model().to(torch.bfloat16 if name == "bfloat16" else torch.float32)

@@ -65,6 +65,7 @@ def failures(name, thing):
     return f"{name} has no example" if not results.attempted else "".join(text) if results.failed else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_of_public_names_run(module):
     failed = [failures(name, thing) for name, thing in OURS.items() if thing.__module__ == module]

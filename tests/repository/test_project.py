@@ -165,6 +165,7 @@ def test_each_package_refuses_foreign_ones_by_the_same_file():
         assert 0 < code.index(called) < re.search(r"^from (?!\._own_packages)", code, re.MULTILINE).start()
 
 
+@pytest.mark.slow
 def test_import_is_silent_and_changes_nothing():
     code = """
 import os, warnings

@@ -357,6 +357,7 @@ print(hits)
 """
 
 
+@pytest.mark.slow
 def test_interrupt_during_a_step_loses_nothing():
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -186,6 +186,7 @@ def test_warm_step_enters_at_most_20_frames_in_10_files(kind):
     assert len({file for file, _ in frames}) <= 10, frames
 
 
+@pytest.mark.slow
 def test_frames_of_a_copying_step_do_not_depend_on_the_number_of_parameters():
     counts = set()
     for number in (3, 40):
@@ -306,6 +307,7 @@ def test_each_leaf_is_one_loop_and_scalars_share_a_few():
     assert loops[16] - loops[4] <= 12
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_temporaries_exist_for_one_leaf_at_a_time(monkeypatch):
     """LAMB stores an update of the leaf's size between its loops; in XLA's own order the updates of all leaves exist at once."""

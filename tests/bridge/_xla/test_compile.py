@@ -27,6 +27,7 @@ def test_submitting_a_call_does_not_wait_for_it():
     assert held.result()
 
 
+@pytest.mark.slow
 def test_first_step_works_at_the_end_of_the_interpreter():
     """`atexit` functions run when a thread pool can no longer start threads."""
     code = """

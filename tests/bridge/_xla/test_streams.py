@@ -172,6 +172,7 @@ def test_token_program_is_compiled_before_the_first_step_runs(off, monkeypatch):
     assert streams._copy_program.cache_info().misses == 1
 
 
+@pytest.mark.slow
 def test_token_waits_on_the_given_device_for_every_default_device():
     code = """
         import jax, numpy as np
