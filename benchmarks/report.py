@@ -80,10 +80,10 @@ def summary_rows(results: dict[str, Any]) -> list[SummaryRow]:
         tables = {table["title"]: table["rows"] for table in results.get(part, {}).get("tables", ())}
         rows = tables.get(table_title, {})
         if ours in rows:
-            times = [rows[name]["median ms"] if name in rows else None for name in (default, fused)]
+            theirs, best = (rows[name]["median ms"] if name in rows else None for name in (default, fused))
             slower = rows[default]["ratio"] if default is not None and fused is not None else None
             low, high = rows[ours]["ratio quartiles"]
-            found.append(SummaryRow(title, *times, rows[ours]["median ms"], rows[ours]["ratio"], (low, high), slower))
+            found.append(SummaryRow(title, theirs, best, rows[ours]["median ms"], rows[ours]["ratio"], (low, high), slower))
     return found
 
 
