@@ -134,12 +134,22 @@ def test_figures_of_the_pages_are_those_of_the_results(pages):
     assert {name: copy.read_text() for name, copy in copies.items()} == {name: (ROOT / name).read_text() for name in copies}
 
 
+def overview_rows():
+    """Return the rows of the table of the overview, as text."""
+    table = (ROOT / "docs/performance/index.md").read_text().split("<!-- figures")[1].split("<!-- end")[0]
+    return [line for line in table.splitlines() if line.startswith("| ")][2:]  # behind the header and its rule
+
+
+def test_readme_has_the_rows_of_the_overview():
+    readme = (ROOT / "README.md").read_text().splitlines()
+    assert len(overview_rows()) == 9
+    assert [line for line in overview_rows() if line not in readme] == []
+
+
 def test_picture_of_the_overview_shows_the_times_of_its_table():
     picture = (ROOT / "docs/images/step_times.svg").read_text()
-    table = (ROOT / "docs/performance/index.md").read_text().split("<!-- figures")[1].split("<!-- end")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 9
-    for title, *times, _ in rows:
+    for line in overview_rows():
+        title, *times, _ = [cell.strip() for cell in line.split("|")[1:-1]]
         assert f">{title}<" in picture
         assert all(f">{time}<" in picture for time in times if time != "-"), title
 
