@@ -135,14 +135,16 @@ def test_comparison_detects_a_wrong_operator(monkeypatch):
 PAGE = Path(__file__).parents[4] / "docs" / "operators.md"
 HEAD = f"""# Operators of traced torch code
 
-Written by `make docs` from `tests/support/operator_table.py` and torch's own database of operators;
-`tests/bridge/_tracing/ops/test_op_db.py` runs each and asserts what stands here: values, shapes, dtypes and gradients of a program of
-`jax.jit` beside eager torch {torch.__version__.partition("+")[0]}.
+`module_function` and `JaxTrainStep` trace these operators of torch. Any other operator is an error that names it and the module that
+calls it.
 
-`forward` and `gradient` list the dtypes of the database's samples ({", ".join(DTYPES)}) in which
-both agree; "-" where there is none. The last column says what is refused, what differs, and why. A refused operator is an
-error that names it and the module that calls it. Without a note on "extremal" inputs an operator agrees for infinities, NaN, large
-numbers and negative zeros too, as far as the database has them.
+- *forward*, *gradient*: the dtypes ({", ".join(DTYPES)}) in which a program of `jax.jit`
+  agrees with eager torch {torch.__version__.partition("+")[0]}, in value, shape, dtype and gradient; "-" where there is none.
+- The last column says what is refused, what differs, and why. Without a note on "extremal" inputs an operator agrees for infinities, NaN,
+  large numbers and negative zeros too.
+
+`make docs` writes the table. `tests/bridge/_tracing/ops/test_op_db.py` runs each operator on the samples of torch's own database of
+operators; `tests/support/operator_table.py` has the notes.
 
 | operator | forward | gradient | refused or different, and why |
 | --- | --- | --- | --- |
