@@ -44,7 +44,7 @@ def test_recompiles_names_optimizer_device_and_reason(turned_on):
     assert messages() == ["MaskedAdamW on cpu: step 1 compiled 1 program: it is the first step"]
     params["b"].grad = None
     optimizer.step()
-    why = "'b' no longer take part, frozen or without gradient"
+    why = "it no longer updates 'b' (frozen or without gradient)"
     assert messages()[1:] == [f"MaskedAdamW on cpu: step 3 compiled 1 program: {why}"]
 
 

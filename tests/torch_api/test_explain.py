@@ -165,7 +165,7 @@ def test_last_compilation_has_the_reason_of_the_warning():
             optimizer.step()
     step, programs, reason = optimizer.explain().last_compilation
     assert (step, programs) == (2, 1)
-    assert reason == "'w1' no longer take part, frozen or without gradient"
+    assert reason == "it no longer updates 'w1' (frozen or without gradient)"
 
 
 @pytest.mark.usefixtures("unoptimized_training")
@@ -189,5 +189,5 @@ def test_train_step_explains_its_last_call():
     assert train_step.explain().last_compilation == (3, 1, "training is False, was True, in 4 modules")
     optimizer.set_trainable("0.bias", False)
     train_step(torch.randn(2, 4), torch.randn(2, 1))
-    assert train_step.explain().last_compilation == (4, 1, "'0.bias' no longer take part, frozen or without gradient")
+    assert train_step.explain().last_compilation == (4, 1, "it no longer updates '0.bias' (frozen or without gradient)")
     assert optimizer.explain().executables == []

@@ -148,9 +148,11 @@ def list_reasons(before: RecompileInputs, now: RecompileInputs) -> list[str]:
     changed = [(name, what) for name in old.keys() & new.keys() for what in _list_changes(old[name], new[name])]
     for what in dict.fromkeys(what for _, what in sorted(changed)):
         causes.append(f"{what} of {few_names(sorted(name for name, other in changed if other == what))}")
-    causes += [f"{few_names(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
+    causes += [f"it now updates {few_names(sorted(new.keys() - old.keys()))}"] if new.keys() - old.keys() else []
     causes += (
-        [f"{few_names(sorted(old.keys() - new.keys()))} no longer take part, frozen or without gradient"] if old.keys() - new.keys() else []
+        [f"it no longer updates {few_names(sorted(old.keys() - new.keys()))} (frozen or without gradient)"]
+        if old.keys() - new.keys()
+        else []
     )
     return causes
 

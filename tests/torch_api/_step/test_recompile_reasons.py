@@ -52,9 +52,9 @@ def without_gradient(optimizer, params):
 
 
 CAUSES = {
-    "thawed": (thaw, r"'w1' take part now$"),
-    "frozen": (freeze, r"'w2' no longer take part, frozen or without gradient$"),
-    "requires_grad": (without_gradient, r"'w2' no longer take part, frozen or without gradient$"),
+    "thawed": (thaw, r"it now updates 'w1'$"),
+    "frozen": (freeze, r"it no longer updates 'w2' \(frozen or without gradient\)$"),
+    "requires_grad": (without_gradient, r"it no longer updates 'w2' \(frozen or without gradient\)$"),
     "amsgrad": (amsgrad, r"amsgrad is True, was False, of 'w0', 'w2'"),
     "maximize": (maximize, r"maximize is True, was False, of 'w0', 'w2'$"),
     "dtype": (other_dtype, r"the dtype is float64, was float32, of 'w0'"),
