@@ -55,15 +55,16 @@ class Report:
         inner = inner_rates or {}
         self.rows = [_row(leaf, param_groups[leaf.group_index], state.get(leaf.param, {}), inner.get(id(leaf))) for leaf in leaves]
         trained = {leaf.group_index for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"}
+        self._trained_sizes = [_trained_size(leaf) for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"]
         numbers = sorted({leaf.group_index for leaf in leaves if id(leaf) in inner})
         where = " of the groups" if trained <= set(numbers) else f" of group {', '.join(map(str, numbers))}"
         self.note = f"The lr{where} multiplies what the transformation gives. The table has the product." if numbers else ""
 
     @property
     def summary(self) -> str:
-        sizes = [leaf["size"] for leaf in self.rows if leaf["status"] != "frozen"]
         total, state = sum(row["size"] for row in self.rows), sum(row["state bytes"] for row in self.rows)
-        counts = f"{len(sizes)} of {len(self.rows)} parameters trained, {sum(sizes):,} of {total:,} elements"
+        trained = len(self._trained_sizes), sum(self._trained_sizes)
+        counts = f"{trained[0]} of {len(self.rows)} parameters trained, {trained[1]:,} of {total:,} elements"
         return f"{self.title}: {counts}, {state:,} bytes of state"
 
     def __str__(self) -> str:
@@ -167,6 +168,10 @@ def _shared_name(names: Sequence[str]) -> str:
     return stem + ",".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
+def _trained_size(leaf: ParamRecord) -> int:
+    return leaf.param.numel() if leaf.element_mask is None else int(leaf.element_mask.sum())
+
+
 def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState, inner: InnerRates | None) -> ReportRow:
     status, rule = "trained", leaf.decided_by
     if not leaf.trained:
@@ -176,7 +181,7 @@ def _row(leaf: ParamRecord, group: ParamGroup, state: ParamState, inner: InnerRa
     elif not leaf.param.requires_grad:
         status, rule = "frozen", "requires_grad=False"
     elif leaf.element_mask is not None:
-        status = f"trained in {int(leaf.element_mask.sum())} of {leaf.element_mask.size} elements"
+        status = f"trained in {_trained_size(leaf)} of {leaf.element_mask.size} elements"
     frozen = status == "frozen"
     lr: float | str = float(group["lr"]) * lr_scale(group) * leaf.lr_scale
     decay: float | str = float(group.get("weight_decay", 0.0)) * group.get("wd_scale", 1.0) if leaf.decay.value else 0.0

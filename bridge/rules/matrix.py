@@ -149,6 +149,14 @@ def muon_with(
         shape_ratio = rows / max(columns, 1)
         return math.sqrt(shape_ratio if adjust_lr_fn == "spectral_unclamped" else max(1, shape_ratio))
 
+    def init_leaf(p: jax.Array) -> State:
+        if p.ndim != 2:
+            raise ValueError(
+                f"muon: a leaf has the shape {p.shape}; expected matrices. Give the other leaves another update by bridge.partition, or "
+                "in torch by PartitionedOptimizer with labels=torch_api.muon_labels."
+            )
+        return {"momentum_buffer": jnp.zeros_like(p)}
+
     def update_leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Update:
         buffer = lerp(momentum_buffer, g, 1 - widest_float(momentum))
         update = direction(lerp(g, buffer, momentum) if nesterov else buffer)
@@ -156,7 +164,7 @@ def muon_with(
         update = -cast_scalars(p)(widest_float(lr) * ratio(rows, columns)) * update
         return scaled_update(p, 1 - widest_float(lr) * widest_float(weight_decay), update), {"momentum_buffer": buffer}
 
-    return per_leaf(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, update_leaf)
+    return per_leaf(init_leaf, update_leaf)
 
 
 @accepts_learning_rate

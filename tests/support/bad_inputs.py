@@ -279,6 +279,10 @@ SELECTORS = [
     Bad("what is no selector", adamw(mask=3.5)),
     Bad("a negative scale", adamw(lr_scale={"head": -1.0})),
     Bad("a label for some only", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"head": "a"})),
+    Bad(
+        "Muon for all, vectors too",
+        lambda net: PartitionedOptimizer(net.named_parameters(), {"a": (bridge.matrix_rules.muon, {"lr": 0.1})}, {"": "a"}),
+    ),
     Bad("a label that is an array", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"": np.zeros(2)})),
     Bad("a pattern to set_trainable that matches nothing", lambda opt: opt.set_trainable("neck", False), stepped()),
     Bad(

@@ -65,6 +65,13 @@ def test_str_shows_the_table_and_the_totals():
     assert lines[1].index("status") == lines[2].index("frozen") == lines[4].index("trained")
 
 
+def test_only_trained_elements_count_in_the_totals():
+    table, rows = torch.nn.Embedding(10, 4), torch.zeros(10, 4, dtype=torch.bool)
+    rows[[1, 5]] = True
+    optimizer = torch_api.MaskedAdamW(table.named_parameters(), mask={"weight": rows})
+    assert str(optimizer).startswith("MaskedAdamW: 1 of 1 parameters trained, 8 of 40 elements")
+
+
 def test_html_table_escapes_its_text():
     model, _, _ = build()
     optimizer = torch_api.MaskedAdamW(model.named_parameters(), mask=lambda name, p: True)

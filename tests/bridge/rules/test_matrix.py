@@ -179,3 +179,9 @@ def test_empty_leaves_stay_finite():
         updates, state = tx.update(p, tx.init(p), p)
         assert updates.shape == shape
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3, 3)])
+def test_muon_refuses_leaves_that_are_no_matrices(shape):
+    with pytest.raises(ValueError, match=r"^muon: a leaf has the shape \(.*\); expected matrices\. Give the other leaves another update"):
+        matrix_rules.muon().init({"w": jnp.zeros((3, 3)), "b": jnp.zeros(shape)})
