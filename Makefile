@@ -14,7 +14,7 @@ DOCS := .venv-docs
 PRERELEASES := .venv-prereleases
 RELEASE := .venv-release
 
-.PHONY: demo test check nightly mistakes baseline bench torchax docs docs-site test-bench test-oldest test-prereleases test-clients dist test-sdist test-wheel clean
+.PHONY: demo test check nightly mistakes baseline bench torchax docs docs-site gallery test-bench test-oldest test-prereleases test-clients dist test-sdist test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -63,6 +63,11 @@ docs: $(VENV)/.installed
 # The site, in site/: open site/index.html. Warnings are errors. The sources are read, not imported, so neither jax nor torch is installed.
 docs-site: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# The pictures of docs/gallery.md, from the examples, and what examples/interop.ipynb has printed and drawn. Five minutes on 2 cores.
+gallery: $(VENV)/.installed
+	for example in examples/[a-z]*.py; do $(BIN)/python $$example --plots docs/images/examples || exit 1; done
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/repository/test_examples.py -k notebook
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed

@@ -14,8 +14,10 @@ import jax
 import numpy as np
 import optax
 import torch
+from _gallery import option_parser, panels, save
 from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 import torch_api
 from bridge import module_tree, to_jax
@@ -38,6 +40,7 @@ def gradients(model: nn.Module) -> Any:
 
 
 def main() -> None:
+    plots = option_parser(__doc__).parse_args().plots
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.ModuleDict({"linear_1": nn.Linear(5, 64), "linear_2": nn.Linear(64, 1)})
@@ -56,7 +59,7 @@ def main() -> None:
     state, update = pure.init(params), jax.jit(pure.update)
 
     losses = []
-    for _ in range(STEPS):
+    for _ in tqdm(range(STEPS), unit="step", disable=None):
         optimizer.zero_grad()
         loss = F.mse_loss(model["linear_2"](model["linear_1"](x).tanh()), y)
         loss.backward()
@@ -67,13 +70,21 @@ def main() -> None:
 
     print(f"Loss: {losses[0]:.3f} before the first step, {losses[-1]:.4f} before the last.")
     assert losses[-1] < 0.15  # for comparison, the variance of y is 0.7
+    figure, (left, right) = panels()
+    left.semilogy(losses)
+    left.set(title="Loss", xlabel="step")
+    right.set(title="Each element at the end", xlabel="optax alone", ylabel="PartitionedOptimizer")
     results = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(module_tree(model)), jax.tree.leaves(start), strict=True)
     for (path, theirs), ours, begun in results:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         moved = np.linalg.norm(theirs - begun)
         apart = np.linalg.norm(theirs - ours) / moved
-        print(f"{jax.tree_util.keystr(path):<24} moved by {moved:.4f}; optax alone ends {apart:.1e} of that away")
+        print(f"{name:<16} moved by {moved:.4f}; optax alone ends {apart:.1e} of that away")
+        right.plot(np.ravel(theirs), np.ravel(ours), ".", markersize=4, label=name, rasterized=True)
         assert moved > 0.1
         assert apart < 1e-5
+    right.legend(frameon=False)
+    save(figure, plots, "adam_weights_sgd_biases")
 
 
 if __name__ == "__main__":

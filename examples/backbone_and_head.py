@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from _gallery import option_parser, panels, save
 from sklearn.datasets import load_digits
 from torch import nn
+from tqdm import tqdm
 
 import bridge
 
@@ -31,6 +33,7 @@ def make_backbone() -> nn.Sequential:
 
 
 def main() -> None:
+    plots = option_parser(__doc__).parse_args().plots
     torch.manual_seed(0)
     digits: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.images))
@@ -66,13 +69,15 @@ def main() -> None:
 
     state = tx.init(params)
     rng = np.random.default_rng(1)
-    for epoch in range(EPOCHS):
-        for index in rng.permutation(TRAINING).reshape(-1, BATCH):
-            params, buffers, state, loss = step(params, buffers, state, images[index], labels[index])
-        print(f"epoch {epoch + 1}: loss {float(loss):.3f}")  # pyright: ignore[reportPossiblyUnboundVariable]
+    losses = []
+    order = np.concatenate([rng.permutation(TRAINING).reshape(-1, BATCH) for _ in range(EPOCHS)])
+    for index in tqdm(order, unit="step", disable=None):
+        params, buffers, state, loss = step(params, buffers, state, images[index], labels[index])
+        losses.append(float(loss))
 
     features, guesses = predict(params, buffers, images[TRAINING:])
     accuracy = float((guesses == labels[TRAINING:]).mean())
+    print(f"Loss: {losses[0]:.3f} at the first step, {losses[-1]:.3f} at the last.")
     print(f"One program for backbone, head and update, traced {traces} time(s): {accuracy:.1%} of the other images are read right")
 
     places = [x.data_ptr() for x in backbone.state_dict().values()]
@@ -83,6 +88,17 @@ def main() -> None:
         in_torch = backbone(torch.from_numpy(np.array(images[TRAINING:])))
     apart = float(np.abs(in_torch.numpy() - np.asarray(features)).max() / np.abs(features).max())
     print(f"Back in the module, torch computes the same features, but for {apart:.0e} of the largest")
+
+    counts = np.zeros((10, 10), int)
+    np.add.at(counts, (np.asarray(labels[TRAINING:]), np.asarray(guesses)), 1)
+    figure, (left, right) = panels()
+    left.semilogy(losses)
+    left.set(title="Loss", xlabel="step")
+    right.imshow(counts, cmap="Blues")
+    for (row, column), count in np.ndenumerate(counts):
+        right.text(column, row, count or "", ha="center", va="center", size=8, color="white" if count > 25 else "black")
+    right.set(title="Images that were not trained on", xlabel="digit read", ylabel="digit", xticks=range(10), yticks=range(10))
+    save(figure, plots, "backbone_and_head")
     assert accuracy > 0.97
     assert traces <= 2, "batch norm counts in int64, and in int32 from the first step on"
     assert apart < 1e-4

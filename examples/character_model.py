@@ -7,14 +7,15 @@ follows a torch scheduler, which needs no new compilation.
     python examples/character_model.py --steps 400    # half a minute on two CPU cores
 """
 
-import argparse
 import time
 from pydoc_data.topics import topics
 
 import torch
+from _gallery import option_parser, panels, save
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
+from tqdm import tqdm
 
 import torch_api
 
@@ -53,22 +54,23 @@ def loss_of(model: CharacterModel, rows: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(model: CharacterModel, steps: int) -> list[float]:
+def train(model: CharacterModel, steps: int) -> tuple[list[float], list[float]]:
+    """Train; returns the loss and the learning rate of each step."""
     decay_mask = torch_api.no_decay(model)
     optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=3e-3, weight_decay=0.1, decay_mask=decay_mask, max_grad_norm=1.0)
     scheduler = OneCycleLR(optimizer, max_lr=6e-3, total_steps=steps)
     train_step = torch_api.JaxTrainStep(model, loss_of, optimizer)
-    losses = []
-    for step in range(steps):
-        begin = time.perf_counter()
+    losses, rates, begin = [], [], time.perf_counter()
+    for step in tqdm(range(steps), unit="step", disable=None):
         rows = TEXT[torch.randint(len(TEXT) - LENGTH, (BATCH, 1)) + torch.arange(LENGTH + 1)]
+        rates.append(optimizer.param_groups[0]["lr"])
         losses.append(train_step(rows).item())
         if step < steps - 1:
             scheduler.step()
         if step == 0:
-            print(f"The first step, which compiles, took {time.perf_counter() - begin:.1f} s; loss {losses[0]:.3f} nats a character.")
+            tqdm.write(f"The first step, which compiles, took {time.perf_counter() - begin:.1f} s; loss {losses[0]:.3f} nats a character.")
     print(f"{steps} steps, {train_step.cache_info().compilations} program compiled; loss at the end {sum(losses[-50:]) / 50:.3f}.")
-    return losses
+    return losses, rates
 
 
 @torch.no_grad()
@@ -81,14 +83,20 @@ def sample(model: CharacterModel, text: str, characters: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches, dropout and sampling (default: %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     model = CharacterModel()
-    losses = train(model, options.steps)
+    losses, rates = train(model, options.steps)
     print(f"A text of its own:\n\n{sample(model, 'The ', 300)}")
+    figure, (left, right) = panels()
+    left.plot(losses, linewidth=0.8)
+    left.set(title="Loss, nats a character", xlabel="step")
+    right.plot(rates)
+    right.set(title="Learning rate: one compilation for all", xlabel="step")
+    save(figure, options.plots, "character_model")
     assert sum(losses[-50:]) / 50 < 2.1, "the model has learned too little"
 
 

@@ -10,15 +10,16 @@ torch's fused AdamW: with the same batches, the losses and the accuracy must be 
 It prints the accuracy, the largest difference of losses, and the time that a step takes each way.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from copy import deepcopy
 
 import torch
+from _gallery import option_parser, panels, save
 from finetune_digits import GOAL, Data, DigitsNet, accuracy, load_data
 from torch.nn import functional as F
+from tqdm import tqdm
 
 import torch_api
 
@@ -55,7 +56,7 @@ def eager_step(model: DigitsNet, mask: str | None, forward: Callable[..., torch.
 def train(step: Step, data: Data, epochs: int) -> list[float]:
     """Train, and return the loss of each step; images that do not fill a batch are left out of that epoch."""
     order, losses = torch.Generator().manual_seed(0), []
-    for _ in range(epochs):
+    for _ in tqdm(range(epochs), unit="epoch", disable=None):
         for batch in torch.randperm(len(data.labels), generator=order).split(BATCH):
             if len(batch) == BATCH:
                 losses.append(step(data.images[batch], data.labels[batch]).item())
@@ -76,7 +77,7 @@ def milliseconds(steps: dict[str, Step], data: Data, rounds: int = 60) -> dict[s
     """The median time of a step of each kind; they take turns, so that a busy moment affects all of them."""
     images, labels = data.images[:BATCH], data.labels[:BATCH]
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds):
+    for i in tqdm(range(rounds), desc="timing", unit="round", disable=None):
         for name, step in steps.items():
             begin = time.perf_counter()
             step(images, labels)
@@ -86,7 +87,7 @@ def milliseconds(steps: dict[str, Step], data: Data, rounds: int = 60) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--epochs", type=int, default=6, help="epochs of each of the two phases (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile; needs a C++ compiler")
     options = parser.parse_args()
@@ -108,8 +109,21 @@ def main() -> None:
     steps = {"JaxTrainStep": compiled_step(model, None), "eager torch, fused AdamW": eager_step(twin, None)}
     if options.compiled:
         steps["torch.compile, fused AdamW"] = eager_step(third, None, forward=torch.compile(third))
-    for name, value in milliseconds(steps, training).items():
+    times = milliseconds(steps, training)
+    for name, value in times.items():
         print(f"{name}: {value:.2f} ms a step of {BATCH} images")
+
+    figure, (left, right) = panels()
+    left.semilogy(ours[0] + ours[1], label="JaxTrainStep")
+    left.semilogy(theirs[0] + theirs[1], ":", label="eager torch, fused AdamW")
+    left.axvline(len(ours[0]), color="0.7", linestyle=":")
+    left.set(title="Loss of pretraining and of fine-tuning", xlabel="step")
+    left.legend(frameon=False)
+    right.bar_label(right.barh(list(times), list(times.values()), height=0.4), fmt="%.1f", padding=4)
+    right.set(title=f"Milliseconds a step of {BATCH} images")
+    right.margins(x=0.15)
+    right.invert_yaxis()
+    save(figure, options.plots, "digits_train_step")
     assert difference < 1e-3, "the program computes something else than the loop"
     assert min(reached, expected) >= GOAL, f"the test accuracy is {reached:.1%}, expected at least {GOAL:.0%}"
 

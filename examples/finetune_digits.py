@@ -5,10 +5,10 @@ ten digits from the features that the backbone already has. A checkpoint is writ
 end with exactly the same weights.
 
     python examples/finetune_digits.py                      # about 20 seconds on two CPU cores
-    python examples/finetune_digits.py --epochs 30 --seed 1 --output my.png
+    python examples/finetune_digits.py --epochs 30 --seed 1 --plots my_plots
 
 It prints what the optimizer does with each parameter, the test accuracy before and after, and what stayed unchanged. It draws the losses,
-and how far each parameter moved, to finetune_digits.png.
+and how far each parameter moved.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
+from _gallery import option_parser, panels, save
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -180,8 +180,8 @@ def draw_losses(axes: Any, pretraining: list[float], fine_tuning: list[float], r
     end = len(fine_tuning)
     axes.plot(range(1, end + 1), pretraining, color="tab:gray", label="pretraining, digits 0 to 4")
     axes.plot(range(1, end + 1), fine_tuning, color="tab:blue", label="fine-tuning, ten digits")
-    axes.plot(range(end - len(resumed) + 1, end + 1), resumed, "o", color="tab:orange", ms=4, label="fine-tuning, resumed half-way")
-    axes.set(title="Training loss", xlabel="epoch of the phase", ylabel="cross entropy, mean over the epoch", yscale="log")
+    axes.plot(range(end - len(resumed) + 1, end + 1), resumed, "o", color="tab:orange", ms=4, label="resumed half-way")
+    axes.set(title="Training loss", xlabel="epoch of the phase", ylabel="cross entropy", yscale="log")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
@@ -192,18 +192,15 @@ def draw_movement(axes: Any, model: DigitsNet, before: dict[str, tuple[int, torc
     colors = ["tab:blue" if value else "tab:gray" for value in change.values()]
     bars = axes.barh(list(change), list(change.values()), color=colors)
     axes.bar_label(bars, [f"{value:.2f}" if value else "0 (frozen)" for value in change.values()], padding=4)
-    for name, color in zip(axes.get_yticklabels(), colors, strict=True):
-        name.set_color(color)
-    axes.set(title="How far fine-tuning moved each parameter", xlabel="length of the change / length before")
+    axes.set(title="Movement of each parameter", xlabel="length of the change / length before")
     axes.invert_yaxis()
-    axes.margins(x=0.15, y=0.02)
+    axes.margins(x=0.25, y=0.02)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--epochs", type=int, default=12, help="epochs of each of the two phases (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the shuffling (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("finetune_digits.png"), help="the picture (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -225,12 +222,10 @@ def main() -> None:
     check_frozen(run, before)
     check_resumed(model, resumed_model)
 
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels()
     draw_losses(left, pretraining, fine_tuning, resumed)
     draw_movement(right, model, before)
-    figure.savefig(options.output, dpi=120)
-    print(f"Wrote {options.output}.")
+    save(figure, options.plots, "finetune_digits")
     assert reached >= GOAL, f"the test accuracy is {reached:.1%}, expected at least {GOAL:.0%}; --epochs was {options.epochs}"
 
 

@@ -10,9 +10,11 @@ import math
 
 import optax
 import torch
+from _gallery import option_parser, panels, save
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from tqdm import tqdm
 
 import torch_api
 
@@ -36,16 +38,18 @@ def turn(optimizer: torch_api.PartitionedOptimizer, loss: torch.Tensor, player: 
     return loss.item()
 
 
-def train(generator: nn.Module, discriminator: nn.Module, optimizer: torch_api.PartitionedOptimizer) -> None:
+def train(generator: nn.Module, discriminator: nn.Module, optimizer: torch_api.PartitionedOptimizer) -> list[tuple[float, float]]:
+    """Train; returns the losses of discriminator and generator in each round."""
     scheduler = CosineAnnealingLR(optimizer, T_max=ROUNDS, eta_min=1e-5)
-    for played in range(1, ROUNDS + 1):
+    losses = []
+    for _ in tqdm(range(ROUNDS), unit="round", disable=None):
         fake = generator(torch.randn(BATCH, 2))
         doubt = F.softplus(-discriminator(real_points())).mean() + F.softplus(discriminator(fake.detach())).mean()
         doubt = turn(optimizer, doubt, discriminator)
         failure = turn(optimizer, F.softplus(-discriminator(fake)).mean(), generator)
         scheduler.step()
-        if played % 250 == 0:
-            print(f"round {played:>4}: loss of the discriminator {doubt:.3f}, of the generator {failure:.3f}")
+        losses.append((doubt, failure))
+    return losses
 
 
 def bits(module: nn.Module, optimizer: torch_api.PartitionedOptimizer) -> list[bytes]:  # of parameters and state
@@ -53,6 +57,7 @@ def bits(module: nn.Module, optimizer: torch_api.PartitionedOptimizer) -> list[b
 
 
 def main() -> None:
+    plots = option_parser(__doc__).parse_args().plots
     torch.manual_seed(0)
     torch.set_num_threads(1)
     generator, discriminator = network(2), network(1)
@@ -62,16 +67,27 @@ def main() -> None:
         labels={"generator": "generator", "discriminator": "discriminator"},
     )
     print(optimizer)
-    train(generator, discriminator, optimizer)
+    losses = train(generator, discriminator, optimizer)
+    print("Losses in the last round: discriminator {:.3f}, generator {:.3f}".format(*losses[-1]))
     before = bits(generator, optimizer), bits(discriminator, optimizer)
     turn(optimizer, discriminator(real_points()).mean(), discriminator)
     assert bits(generator, optimizer) == before[0], "the discriminator's turn changed the generator"
     assert not set(bits(discriminator, optimizer)) & set(before[1])
     with torch.no_grad():
-        distance, mode = torch.cdist(generator(torch.randn(4000, 2)), CENTRES).min(1)
+        points = generator(torch.randn(4000, 2))
+    distance, mode = torch.cdist(points, CENTRES).min(1)
     near = distance < 0.2  # true for all real points, and for 51% of points spread evenly along the ring
     shares = (torch.bincount(mode[near], minlength=8) / len(mode)).tolist()
     print("Generated points near each of the Gaussians:", " ".join(f"{share:.1%}" for share in shares), f"(together {sum(shares):.1%})")
+
+    figure, (left, right) = panels()
+    left.plot(*points[:500].T.numpy(), ".", markersize=3, rasterized=True)
+    left.plot(*CENTRES.T.numpy(), "k+")
+    left.set(title="Generated points, and the centers of the Gaussians (+)", aspect="equal")
+    right.plot(range(5, ROUNDS, 10), torch.tensor(losses).unflatten(0, (-1, 10)).mean(1), label=["discriminator", "generator"])
+    right.set(title="Loss, mean of 10 rounds", xlabel="round")
+    right.legend(frameon=False)
+    save(figure, plots, "gan_two_labels")
     assert min(shares) > 0.02, "a Gaussian was left out"
     assert sum(shares) > 0.6, "the points are no better than any on the ring"
 

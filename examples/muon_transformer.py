@@ -11,8 +11,10 @@ from pydoc_data.topics import topics
 
 import optax
 import torch
+from _gallery import option_parser, panels, save
 from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 import torch_api
 
@@ -42,10 +44,10 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position.weight[: tokens.shape[1]])))
 
 
-def train(model: Transformer, optimizer: torch.optim.Optimizer) -> float:
-    """Train, and return the mean loss of the last 20 steps, in nats per character."""
+def train(model: Transformer, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train; returns the loss of each step, in nats per character."""
     random, losses, scheduler = torch.Generator().manual_seed(0), [], torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
-    for _ in range(STEPS):
+    for _ in tqdm(range(STEPS), unit="step", disable=None):
         rows = TEXT[torch.randint(len(TEXT) - LENGTH, (BATCH, 1), generator=random) + torch.arange(LENGTH + 1)]
         optimizer.zero_grad()
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
@@ -53,7 +55,7 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer) -> float:
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())
-    return sum(losses[-20:]) / 20
+    return losses
 
 
 @torch.no_grad()
@@ -65,14 +67,24 @@ def sample(model: Transformer, text: str) -> str:
 
 
 def main() -> None:
+    plots = option_parser(__doc__).parse_args().plots
     torch.set_num_threads(1)
     torch.manual_seed(0)
     twin = deepcopy(model := Transformer())
     transforms = {"muon": (optax.contrib.muon, {"lr": 4e-2}), "adamw": (optax.adamw, {"lr": 5e-3, "weight_decay": 0.1})}
     mixed = torch_api.PartitionedOptimizer(model.named_parameters(), transforms, labels=torch_api.muon_labels(model))
     print(mixed)
-    loss, alone = train(model, mixed), train(twin, torch.optim.AdamW(twin.parameters(), lr=5e-3, weight_decay=0.1))
+    losses = train(model, mixed)
+    losses_alone = train(twin, torch.optim.AdamW(twin.parameters(), lr=5e-3, weight_decay=0.1))
+    loss, alone = sum(losses[-20:]) / 20, sum(losses_alone[-20:]) / 20
     print(f"Loss at the end: {loss:.3f} nats a character with Muon and AdamW, {alone:.3f} with AdamW alone.\n{sample(model, 'The ')}")
+
+    figure, axes = panels(1)
+    axes.plot(losses_alone, color="tab:gray", label="AdamW alone")
+    axes.plot(losses, label="Muon for the matrices, AdamW for the rest")
+    axes.set(title="Loss, nats a character", xlabel="step")
+    axes.legend(frameon=False)
+    save(figure, plots, "muon_transformer")
     assert loss < min(2.35, alone - 0.15)
 
 

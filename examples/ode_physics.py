@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from _gallery import option_parser, panels, save
 from jax import lax
 from torch import nn
+from tqdm import tqdm
 
 import bridge
 import torch_api
@@ -67,6 +69,7 @@ def films(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
+    plots = option_parser(__doc__).parse_args().plots
     torch.manual_seed(0)
     starts, seen = films(0.02)
     net = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
@@ -76,20 +79,32 @@ def main() -> None:
     grid = torch.from_numpy(GRID)[:, None]
 
     loss = torch.tensor(torch.inf)
-    for step in range(250):
+    for _ in tqdm(range(250), unit="step", disable=None):
         optimizer.zero_grad()
         loss = loss_of(net(grid / 6)[:, 0], starts, seen)
         loss.backward()
         optimizer.step()
         schedule.step()
-        if step % 50 == 49:
-            print(f"step {step:3d}: the films are missed by {loss.item() ** 0.5:.3f} rad")
 
     with torch.no_grad():
         found = net(grid / 6)[:, 0].numpy()
     visited = np.abs(GRID) < 4  # the velocities that occur in the films
+    print(f"After 250 steps the films are missed by {loss.item() ** 0.5:.3f} rad.")
     apart = np.abs(found - np.asarray(true_friction(GRID)))[visited].max()
     print(f"The friction is found to {apart:.2f}, of at most {true_friction(4.0):.1f}; {loss_of.programs} program(s) compiled")
+
+    angles = jax.vmap(lambda start: integrate(lambda velocity: jnp.interp(velocity, GRID, found), start))(starts.numpy())
+    figure, (left, right) = panels()
+    for film, learned in zip(seen.numpy(), np.asarray(angles), strict=True):
+        left.plot(DT * np.arange(1, STEPS + 1), film, ".", color="0.7", markersize=3, rasterized=True)
+        left.plot(DT * np.arange(1, STEPS + 1), learned)
+    left.set(title="Films (dots) and what was learned", xlabel="seconds", ylabel="angle")
+    right.plot(GRID, true_friction(GRID), color="0.6", label="true")
+    right.plot(GRID, found, "--", label="learned")
+    right.axvspan(-4, 4, color="0.95", label="velocities in the films")
+    right.set(title="Friction", xlabel="velocity")
+    right.legend(frameon=False)
+    save(figure, plots, "ode_physics")
     assert loss.item() ** 0.5 < 0.03, "as good as the noise, 0.02, allows"
     assert apart < 0.3
     assert loss_of.programs == 1

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from _gallery import option_parser, panels, save
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 import bridge
 import torch_api
@@ -44,8 +46,17 @@ def learn_from(logits: Any, rows: Any, other: Any) -> Any:
     return (optax.softmax_cross_entropy(logits, rows) + optax.softmax_cross_entropy(logits, jax.nn.softmax(other))).mean()
 
 
-def together(net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tensor, epochs: int) -> tuple[torch_api.MaskedAdam, Any]:
-    """Train both networks in one loop; returns the optimizer of the torch network, and the trained Equinox model."""
+def accuracies(net: nn.Module, model: Any, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """The accuracy of the torch network and of the Equinox model on the images that neither was trained on."""
+    new, expected = images[TRAINING:], labels[TRAINING:].numpy()
+    guesses = jax.vmap(model)(jnp.asarray(new.numpy())).argmax(-1)
+    return float((net(new).argmax(-1).numpy() == expected).mean()), float((np.asarray(guesses) == expected).mean())
+
+
+def together(
+    net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, epochs: int
+) -> tuple[torch_api.MaskedAdam, Any, list[tuple[float, float]]]:
+    """Train both networks in one loop; returns the torch network's optimizer, the trained Equinox model, and the accuracies by epoch."""
     optimizer = torch_api.MaskedAdam(net.named_parameters(), lr=RATE)
     tx = optax.adam(RATE)
     state = tx.init(eqx.filter(model, eqx.is_array))
@@ -57,7 +68,8 @@ def together(net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tenso
         return eqx.apply_updates(model, updates), state
 
     predict = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
-    for epoch in range(epochs):
+    reached = []
+    for epoch in tqdm(range(epochs), unit="epoch", disable=None):
         for index in batches(epoch):
             x, y = images[index], rows[index]
             seen = bridge.to_jax({"x": x, "y": y})
@@ -69,7 +81,8 @@ def together(net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tenso
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return optimizer, model
+        reached.append(accuracies(net, model, images, labels))
+    return optimizer, model, reached
 
 
 def forward(params: Any, x: Any) -> Any:
@@ -105,6 +118,7 @@ def epoch_in_torch(net: nn.Module, optimizer: torch.optim.Optimizer, images: tor
 
 
 def main() -> None:
+    plots = option_parser(__doc__).parse_args().plots
     torch.manual_seed(0)
     images, rows, labels = load()
     net = nn.Sequential()
@@ -112,15 +126,8 @@ def main() -> None:
     net.add_module("relu", nn.ReLU())
     net.add_module("out", nn.Linear(64, 10))
     model = eqx.nn.MLP(64, 10, 48, 2, key=jax.random.key(0))
-    optimizer, model = together(net, model, images, rows, 9)
-
-    def accuracies() -> tuple[float, float]:
-        """The accuracy of the torch network and of the Equinox model on the images that neither was trained on."""
-        new, expected = images[TRAINING:], labels[TRAINING:].numpy()
-        guesses = jax.vmap(model)(jnp.asarray(new.numpy())).argmax(-1)
-        return float((net(new).argmax(-1).numpy() == expected).mean()), float((np.asarray(guesses) == expected).mean())
-
-    ours, theirs = accuracies()
+    optimizer, model, reached = together(net, model, images, rows, labels, 9)
+    ours, theirs = reached[-1]
     print(f"Learning side by side: {ours:.1%} for the torch network, {theirs:.1%} for the Equinox model")
     assert min(ours, theirs) > 0.93
 
@@ -129,11 +136,22 @@ def main() -> None:
     going_on.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # copied, because torch.optim would share the tensors
     places = [p.data_ptr() for p in net.parameters()]
     epoch_in_jax(net, optimizer, images, rows, 9)
+    handed_over = [accuracies(net, model, images, labels)[0]]
     epoch_in_torch(twin, going_on, images, rows, 9)
     epoch_in_torch(net, optimizer, images, rows, 10)  # torch continues
+    handed_over.append(accuracies(net, model, images, labels)[0])
     epoch_in_torch(twin, going_on, images, rows, 10)
     apart = max((a - b).abs().max().item() for a, b in zip(net.parameters(), twin.parameters(), strict=True))
-    print(f"An epoch in optax and one in torch: weights at most {apart:.1e} from those of two epochs in torch; {accuracies()[0]:.1%}")
+    print(f"An epoch in optax and one in torch: weights at most {apart:.1e} from those of two epochs in torch")
+
+    figure, axes = panels(1)
+    axes.plot(range(1, 10), reached, "o-", markersize=3, label=["torch network, MaskedAdam", "Equinox network, optax.adam"])
+    axes.plot(
+        [9, 10, 11], [ours, *handed_over], "o-", markersize=3, color="tab:green", label="torch network: an epoch in optax, one in torch"
+    )
+    axes.set(title="Accuracy on new images", xlabel="epoch")
+    axes.legend(frameon=False)
+    save(figure, plots, "two_worlds")
     assert apart < 1e-5
     assert places == [p.data_ptr() for p in net.parameters()]
     assert {int(state["step"]) for state in optimizer.state.values()} == {11 * 24}
