@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
@@ -88,6 +89,7 @@ def evaluate(
 
     Raises:
       ValueError: an update does not fit its parameter, or the structure of the state changes.
+      TypeError: integers or bools of the state become floating.
     """
     row, layout = update_spec.transform, state_layout(update_spec)
     with update_spec.dtype_context():
@@ -121,6 +123,7 @@ def evaluate(
                 f"the transformation's update changes the structure of its state from {layout.treedef} to {structure}. `update` must "
                 "return a state like that of `init`."
             )
+        _check_state_kinds(layout, new_state)
         moves = _check_updates(update_spec, updates, params)
         # Added to the parameter without `unit_factor`: the compiler then sees that a constant update of 0 changes nothing (optax.freeze).
         results = [
@@ -154,6 +157,20 @@ def evaluate_buffers(
     new = evaluate(update_spec, shaped, values, multipliers, scale, unit_factor, extra)
     params = [flatten(p, spec) for p, spec in zip(new.params, specs, strict=True)]
     return to_buffers(update_spec, layout, new)._replace(params=params)
+
+
+def _check_state_kinds(layout: StateLayout, state: Sequence[jax.Array]) -> None:
+    """Raise TypeError if state that is stored as integers or bools becomes floating, because it would be cut off."""
+    for field in (*itertools.chain.from_iterable(layout.leaf_fields), *layout.shared_fields):
+        if field.state_index is None or field.key_impl is not None or jnp.issubdtype(field.dtype, jnp.inexact):
+            continue
+        dtype = jnp.result_type(state[field.state_index])
+        if jnp.issubdtype(dtype, jnp.inexact):
+            name = f" {field.name!r}" if field.name else ""
+            raise TypeError(
+                f"the transformation's state{name} is {field.dtype} after `init` and {dtype} after `update`; expected one kind. "
+                f"Let `init` make it floating, or `update` return {field.dtype}."
+            )
 
 
 def _check_updates(problem: UpdateSpec, updates: PyTree, params: Sequence[jax.Array]) -> list[jax.Array]:

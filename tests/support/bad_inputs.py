@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
@@ -279,6 +280,13 @@ SELECTORS = [
     Bad("what is no selector", adamw(mask=3.5)),
     Bad("a negative scale", adamw(lr_scale={"head": -1.0})),
     Bad("a label for some only", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"head": "a"})),
+    Bad(
+        "integers of the state that become floating",
+        lambda net: OptaxOptimizer(
+            net.named_parameters(),
+            optax.GradientTransformation(lambda _: {"mean": jnp.int32(0)}, lambda u, s, p: (u, {"mean": s["mean"] + 0.5})),
+        ),
+    ),
     Bad(
         "Muon for all, vectors too",
         lambda net: PartitionedOptimizer(net.named_parameters(), {"a": (bridge.matrix_rules.muon, {"lr": 0.1})}, {"": "a"}),

@@ -751,6 +751,16 @@ def test_update_of_a_wrong_structure_raises(name):
     assert same(params, start)
 
 
+@pytest.mark.parametrize("made", [jnp.int32(0), jnp.bool_(False), jnp.zeros(3, jnp.int8)], ids=str)
+def test_state_whose_integers_become_floating_raises(made):
+    params = draw()
+    start = snap(params)
+    tx = optax.GradientTransformation(lambda _: {"mean": made}, lambda u, s, p=None: (u, {"mean": s["mean"] * 0.9 + 0.5}))
+    with pytest.raises(TypeError, match=rf"state 'mean' is {made.dtype} after `init` and float\d\d after `update`; expected one kind"):
+        make(params, tx)
+    assert same(params, start)
+
+
 def test_arrays_of_the_user_are_never_donated():
     mine = jnp.arange(3.0)
     tx = optax.GradientTransformation(
