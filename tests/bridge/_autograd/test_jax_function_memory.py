@@ -17,7 +17,7 @@ import bridge
 from bridge._autograd import traced_function
 from bridge._memory import call_arguments
 
-KEEPS_RESULTS = jax.__version_info__ < (0, 12)  # whether the backward of tanh reads its result
+KEEPS_RESULTS = jax.__version_info__ < (0, 11)  # whether the backward of tanh reads its result
 LAYOUTS = {
     "contiguous": lambda: torch.randn(16, 8),
     "transposed": lambda: torch.randn(8, 16).t(),
