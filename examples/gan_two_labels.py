@@ -83,7 +83,7 @@ def main() -> None:
     figure, (left, right) = panels()
     left.plot(*points[:500].T.numpy(), ".", markersize=3, rasterized=True)
     left.plot(*CENTRES.T.numpy(), "k+")
-    left.set(title="Generated points, and the centers of the Gaussians (+)", aspect="equal")
+    left.set(title="Generated points, centers (+)", aspect="equal")
     right.plot(range(5, ROUNDS, 10), torch.tensor(losses).unflatten(0, (-1, 10)).mean(1), label=["discriminator", "generator"])
     right.set(title="Loss, mean of 10 rounds", xlabel="round")
     right.legend(frameon=False)
