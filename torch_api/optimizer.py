@@ -381,11 +381,12 @@ class OptaxOptimizer(SelectorOptimizer):
         """Return everything that decides which parameters exist and which program runs. A step rebuilds the layout when it changes.
 
         Raises:
-          ValueError: a group has a new key that is almost a known one.
+          ValueError: a group has a new key that is almost a known one, or that is an option of the constructor.
         """
         keys = list(map(tuple, self.param_groups))
         if keys != self._group_keys:
             for group in self.param_groups:
+                self._refuse_options(group)
                 param_groups.check_keys(type(self).__name__, group, self._optimizer_spec_of(group))
             self._group_keys = keys
         get: Any = dict.get  # faster than the method of `betas.BetasGroup`

@@ -84,13 +84,18 @@ class SelectorOptimizer(StateWatchingOptimizer, ABC):
         """Return a transaction on every device that has parameters."""
         return Transaction(devices_of(p for group in self.param_groups for p in group["params"]))
 
+    def _refuse_options(self, group: ParamGroup) -> None:
+        for key in group.keys() & _CONSTRUCTOR_OPTIONS:
+            raise ValueError(
+                f"{type(self).__name__}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups."
+            )
+
     def _add_group(self, param_group: MutableParamGroup) -> None:
         cls_name = type(self).__name__
         self._records = self._reconcile_records()
         if isinstance(param_group, dict):
             rule = self._optimizer_spec_of(param_group)
-            for key in param_group.keys() & _CONSTRUCTOR_OPTIONS:
-                raise ValueError(f"{cls_name}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups.")
+            self._refuse_options(param_group)
             param_group = _names.rename_learning_rate(f"{cls_name}: a param group", param_group)
             param_group = betas.expand_betas(cls_name, param_group, self._betas_of(rule))
             param_groups.convert_sequences(param_group, rule)

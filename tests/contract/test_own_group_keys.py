@@ -187,6 +187,14 @@ def test_group_keys_without_effect_raise():
     for own in ({"decay_mask": "*weight"}, {"max_grad_norm": 1.0}, {"ema_decay": 0.9}):
         with pytest.raises(ValueError, match="argument of the constructor"):
             torch_api.MaskedAdamW(grouped(model(), own))
+        net = model()
+        optimizer = torch_api.MaskedAdamW(grouped(net))
+        step(net, optimizer)
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer.param_groups[1].update(own)
+        with pytest.raises(ValueError, match="argument of the constructor"):
+            step(net, optimizer)
+        assert all(map(torch.equal, before, net.parameters()))
 
 
 def test_frozen_group_may_hold_hyperparameters_without_label():
