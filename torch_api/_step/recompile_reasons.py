@@ -25,8 +25,8 @@ class CacheInfo(NamedTuple):
     """Statistics of an optimizer's executables.
 
     Args:
-      hits: the steps whose set of gradients was seen before.
-      misses: the steps whose set was new.
+      hits: the steps that ran executables which were ready for their set of gradients.
+      misses: the steps that chose executables, because the set of gradients was new or a group had changed.
       programs: the executables that this optimizer has used.
       compilations: the executables among them that were compiled for this optimizer. An executable of many equal parameters counts as
         one, even if it is compiled as several subcomputations, which other optimizers may share.
