@@ -62,7 +62,6 @@ SUMMARY_OF = "cpu-2-cores-amd-epyc"
 _TAIL = "torch clip_grad_norm_, fused, AveragedModel (multi_avg_fn)"
 SUMMARY = [
     Chosen("AdamW, GPT-2 small", "large", "GPT-2 small"),
-    Chosen("AdamW, ResNet-50", "small", "ResNet-50"),
     Chosen("AdamW, 300 small parameters", "small", "150 of 64x64, 150 of 64"),
     Chosen("Clipping, AdamW and EMA, GPT-2 small", "tail", "clip, AdamW, average of the weights, GPT-2 small", None, _TAIL),
     Chosen("NAdam, ResNet-50", "unfused", "NAdam, ResNet-50", fused=None),

@@ -142,7 +142,7 @@ def overview_rows():
 
 def test_readme_has_the_rows_of_the_overview():
     readme = (ROOT / "README.md").read_text().splitlines()
-    assert len(overview_rows()) == 9
+    assert len(overview_rows()) == 8
     assert [line for line in overview_rows() if line not in readme] == []
 
 
