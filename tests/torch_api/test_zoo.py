@@ -156,7 +156,9 @@ HEAD = f"""# Optimizers and transformations of optax {optax.__version__}
 `OptaxOptimizer` takes each of these: `torch_api.OptaxOptimizer(model.named_parameters(), optax.lion, lr=1e-4)`.
 
 - *seen*: what one call of the transformation gets. **alone, flat**: one parameter as a flat array, with a step count of its own. **alone**:
-  one parameter in its own shape. **together**: all parameters, with one state. The traced program decides.
+  one parameter in its own shape. **together**: several parameters, with one state. For `optax.contrib.prodigy`, a function, these are the
+  parameters of one param group, so each group has its own state, such as Prodigy's estimate. For `optax.contrib.prodigy()`, a ready
+  transformation, these are the parameters of all groups. The traced program decides.
 - *state*: the fields of `optimizer.state[param]`.
 - *traced*: the hyperparameters that may change at any step without compiling.
 - *further*: what `step` must be given.
