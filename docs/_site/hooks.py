@@ -16,8 +16,7 @@ LOW_RANK = ("errors.md", "operators.md", "torchax.md", "internals/")  # lists of
 
 def source_url():
     """Return the address of the repository: pyproject.toml has it once for everything."""
-    hooks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"].get("metadata", {}).get("hooks", {})
-    return hooks.get("custom", {}).get("repository", "https://example.invalid/maskbridge")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
 
 
 def on_page_markdown(markdown, *, page, config, **_):
