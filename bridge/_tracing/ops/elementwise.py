@@ -251,8 +251,8 @@ def _shared_grad(x: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
 def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
     """Return `input` clamped to bounds, and NaN where it or a bound is NaN. The gradient is that of the installed torch.
 
-    Before torch 2.14 it passes at the bounds and is zero at NaN. From 2.14 on it is zero at bounds that are numbers; at bounds that are
-    tensors it is shared with them, and it passes at NaN.
+    Before torch 2.14 it passes at the bounds and is zero at NaN. From 2.14 on it is zero at bounds that are numbers and at NaN; with
+    bounds that are tensors, input and bound share it where they are equal, and it passes at NaN.
     """
     given = [x for x in (min, max) if x is not None]
     is_tensor = any(isinstance(x, jax.Array) for x in given)
