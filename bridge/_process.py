@@ -94,8 +94,8 @@ def gc_paused() -> Iterator[None]:
     this context, the first one that leaves resumes the collector.
     """
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if collects:

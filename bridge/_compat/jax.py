@@ -52,8 +52,8 @@ def has_per_program_flag() -> bool:
 @contextmanager
 def extra_option(option: str | None) -> Iterator[None]:
     """Compile in this thread with an entry of the map, if that is possible; without one for None."""
-    _thread_option.option = option if option is not None and _install_hook() else None
     try:
+        _thread_option.option = option if option is not None and _install_hook() else None
         yield
     finally:
         _thread_option.option = None

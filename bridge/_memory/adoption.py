@@ -25,7 +25,7 @@ from bridge._interop.tensor_storage import why_unreadable
 from .allocation import copy_to_device, full_many
 from .call_arguments import as_call_arguments
 from .jax_buffers import JaxBuffer, find_buffer, register
-from .ownership import is_owned
+from .ownership import FileMappings, is_owned
 
 
 class AdoptionResult(NamedTuple):
@@ -77,7 +77,8 @@ def adopt(
             known.tensor_refs[row] = weakref.ref(tensor)  # another tensor may have been there
         return AdoptionResult(known, dims, IN_PLACE, row) if writeback == "inplace" else AdoptionResult(None, dims, "asked for")
     copy = None if prefetcher is None else prefetcher.take(tensor)
-    why = "asked for" if writeback == "copy" else why_not_adoptable(tensor) if copy is None else ""
+    mappings = None if prefetcher is None else prefetcher.mappings
+    why = "asked for" if writeback == "copy" else why_not_adoptable(tensor, mappings) if copy is None else ""
     if why:
         return AdoptionResult(None, dims, why)
     if copy is None and previous_row is not None and not needs_own_buffer and fits_row(tensor, *previous_row):
@@ -152,9 +153,13 @@ class CopyPrefetcher:
 
     Args:
       max_bytes: The most bytes of copies that exist before their parameters have moved.
+
+    Attributes:
+      mappings: The file mappings at the time when the parameters move, for `why_not_adoptable`.
     """
 
     def __init__(self, max_bytes: int) -> None:
+        self.mappings = FileMappings()
         self._max_bytes, self._bytes = max_bytes, 0
         self._pending: deque[torch.Tensor] = deque()
         self._copies: dict[int, jax.Array] = {}
@@ -177,7 +182,7 @@ class CopyPrefetcher:
         while self._pending and self._bytes + self._pending[0].nbytes <= self._max_bytes:
             tensor = self._pending.popleft()
             # Checked here, because the copy reads the tensor through a second one, which then counts as sharing its storage.
-            if find_buffer(tensor)[0] is None and not why_not_adoptable(tensor):
+            if find_buffer(tensor)[0] is None and not why_not_adoptable(tensor, self.mappings):
                 self._copies[id(tensor)] = _start_copy(tensor, tensor)
                 self._bytes += tensor.nbytes
 
@@ -237,8 +242,13 @@ def align_storage(tensor: torch.Tensor) -> bool:
     return not why
 
 
-def why_not_adoptable(tensor: torch.Tensor) -> str:
-    """Return why the tensor must keep its storage, or '' if it can move into jax-owned memory."""
+def why_not_adoptable(tensor: torch.Tensor, mappings: FileMappings | None = None) -> str:
+    """Return why the tensor must keep its storage, or '' if it can move into jax-owned memory.
+
+    Args:
+      tensor: The tensor.
+      mappings: The file mappings, if they have been read; the tensor existed then.
+    """
     if SAFE_MODE:
         return "MASKBRIDGE_SAFE is set"
     if type(tensor) not in _ADOPTABLE_TYPES:
@@ -259,6 +269,6 @@ def why_not_adoptable(tensor: torch.Tensor) -> str:
         return "in pinned memory"
     if storage_use_count(tensor) != (2 if is_view(tensor) else 1):
         return SHARED
-    if not tensor.untyped_storage().resizable() and find_buffer(tensor)[0] is None and not is_owned(tensor):
+    if not tensor.untyped_storage().resizable() and find_buffer(tensor)[0] is None and not is_owned(tensor, mappings or FileMappings()):
         return FOREIGN
     return ""

@@ -7,10 +7,9 @@ give it a part of a private mapping. Arrays of NumPy and capsules of DLPack look
 from __future__ import annotations
 
 import os
-import threading
+import stat
 from bisect import bisect_right
-from collections.abc import Generator
-from contextlib import contextmanager
+from functools import cached_property
 from operator import itemgetter
 
 import torch
@@ -22,30 +21,27 @@ _ARRAYS_HOLD_STORAGE = (lambda tensor: tensor.numpy().base is not tensor)(torch.
 _Ranges = list[tuple[int, int]]
 
 
-class _MappingCache(threading.local):
-    """The address ranges that this thread keeps inside `mappings_read_once`, once it has read them."""
+class FileMappings:
+    """The process's private file mappings that no Python object made. They are read at the first question, once.
 
-    is_active = False
-    ranges: _Ranges | None = None
+    A loader of weights makes such mappings. Writes to one reach neither the file nor another process. A mapping made by an `mmap`
+    (numpy.memmap) may have views.
+    """
 
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that existed at the first question is in such a mapping."""
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        nth = bisect_right(self._ranges, first, key=itemgetter(0)) - 1
+        return nth >= 0 and last <= self._ranges[nth][1]
 
-_mapping_cache = _MappingCache()
-
-
-@contextmanager
-def mappings_read_once() -> Generator[None, None, None]:
-    """Read the process's memory mappings at most once inside this context, for tensors that existed before it."""
-    outer, _mapping_cache.is_active = _mapping_cache.is_active, True
-    try:
-        yield
-    finally:
-        _mapping_cache.is_active = outer
-        _mapping_cache.ranges = _mapping_cache.ranges if outer else None
+    @cached_property
+    def _ranges(self) -> _Ranges:
+        return _private_file_ranges()
 
 
-def is_owned(tensor: torch.Tensor) -> bool:
+def is_owned(tensor: torch.Tensor, mappings: FileMappings) -> bool:
     """Return whether only the tensor's storage, which cannot be resized, holds its memory."""
-    return tensor.device.type == "cpu" and (_is_allocation(tensor) or _is_in_private_file(tensor))
+    return tensor.device.type == "cpu" and (_is_allocation(tensor) or tensor in mappings)
 
 
 def _is_allocation(tensor: torch.Tensor) -> bool:
@@ -64,18 +60,6 @@ def _is_allocation(tensor: torch.Tensor) -> bool:
     return bool(tensor.data_ptr())
 
 
-def _is_in_private_file(tensor: torch.Tensor) -> bool:
-    """Return whether the memory is in a private file mapping that no Python object made. A loader of weights makes such mappings.
-
-    Writes to it reach neither the file nor another process. A mapping made by an `mmap` (numpy.memmap) may have views.
-    """
-    ranges = _mapping_cache.ranges if _mapping_cache.ranges is not None else _private_file_ranges()
-    _mapping_cache.ranges = ranges if _mapping_cache.is_active else None
-    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    nth = bisect_right(ranges, first, key=itemgetter(0)) - 1
-    return nth >= 0 and last <= ranges[nth][1]
-
-
 def _private_file_ranges() -> _Ranges:
     """Return the sorted address ranges of private, writable mappings of files that are not open; [] if the system does not list them."""
     try:
@@ -84,10 +68,12 @@ def _private_file_ranges() -> _Ranges:
     except OSError:
         return []
     files = [line for line in lines if len(line) == 6 and line[4] != "0"]
-    programs = {line[4] for line in files if "x" in line[1]}  # such a mapping may also hold a library's variables
+    programs = {(line[3], line[4]) for line in files if "x" in line[1]}  # such a mapping may also hold a library's variables
     inodes, paths = _open_files()
     return sorted(
-        _parse_range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs | inodes and line[5].strip() not in paths
+        _parse_range(line[0])
+        for line in files
+        if line[1] == "rw-p" and (line[3], line[4]) not in programs and line[4] not in inodes and line[5].strip() not in paths
     )
 
 
@@ -97,12 +83,17 @@ def _parse_range(text: str) -> tuple[int, int]:
 
 
 def _open_files() -> tuple[set[str], set[str]]:
-    """Return the inodes and paths of this process's open files. Python's mmap, and so numpy.memmap, keeps its file open."""
+    """Return the inodes and paths of this process's open files. Python's mmap, and so numpy.memmap, keeps its file open.
+
+    Devices are left out: the kernel's list and `fstat` may name different ones for the same file.
+    """
     inodes: set[str] = set()
     paths: set[str] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            inodes.add(str(os.fstat(int(name)).st_ino))
+            status = os.fstat(int(name))
+            if stat.S_ISREG(status.st_mode):  # the inode of a pipe or socket may be that of another file
+                inodes.add(str(status.st_ino))
             paths.add(os.readlink(f"/proc/self/fd/{name}"))
         except OSError:  # the descriptor of the listing is closed by now
             continue

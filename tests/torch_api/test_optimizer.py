@@ -644,7 +644,9 @@ def test_amsgrad_switched_on_later_raises_as_in_torch():
     p.grad = torch.ones(3)
     optimizer.step()
     optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(ValueError, match="state of parameter 'w' has no 'max_exp_avg_sq'"):
+    with pytest.raises(
+        ValueError, match=r"state of parameter 'w' has no 'max_exp_avg_sq'.*such as amsgrad, must be set before the first step"
+    ):
         optimizer.step()
 
 

@@ -155,7 +155,7 @@ HEAD = f"""# Optimizers and transformations of optax {optax.__version__}
 
 `OptaxOptimizer` takes each of these: `torch_api.OptaxOptimizer(model.named_parameters(), optax.lion, lr=1e-4)`.
 
-- *seen*: what one call of the transformation gets. **alone, flat**: one parameter as a flat array, with a step count of its own. **alone**:
+- *gets*: what one call of the transformation gets. **alone, flat**: one parameter as a flat array, with a step count of its own. **alone**:
   one parameter in its own shape. **together**: several parameters, with one state. For `optax.contrib.prodigy`, a function, these are the
   parameters of one param group, so each group has its own state, such as Prodigy's estimate. For `optax.contrib.prodigy()`, a ready
   transformation, these are the parameters of all groups. The traced program decides.
@@ -166,7 +166,7 @@ HEAD = f"""# Optimizers and transformations of optax {optax.__version__}
 `make docs` writes the table. `tests/torch_api/test_zoo.py` runs each transformation for {zoo.STEPS} steps on torch parameters and in pure
 JAX: both agree to 1e-6, and a resumed run has the same bits as one without a break.
 
-| transformation | seen | state | traced | further |
+| transformation | gets | state | traced | further |
 | --- | --- | --- | --- | --- |
 """
 TAIL = """

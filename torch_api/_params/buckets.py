@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from bridge._compiler import policy
 from bridge._memory import address_space, adoption, jax_buffers
-from bridge._memory.ownership import mappings_read_once
 from bridge._process import gc_paused
 from bridge._xla import probes
 
@@ -50,7 +49,6 @@ def is_padded(leaf: ParamRecord) -> bool:
 
 
 @gc_paused()
-@mappings_read_once()
 def assign_buffers(leaves: Sequence[ParamRecord], key_of: Callable[[ParamRecord], BucketKey | None], writeback: str) -> None:
     """Give each parameter its buffer: a row of a bucket for parameters with equal keys, a buffer of its own for others.
 
@@ -108,7 +106,7 @@ def _adopt_outside_buckets(
             and leaf.bucket_row is not None
             and adoption.fits_row(leaf.local_tensor, leaf.jax_buffer, leaf.bucket_row)
         )
-        if key is None or at_home or goes_back or adoption.why_not_adoptable(leaf.local_tensor):
+        if key is None or at_home or goes_back or adoption.why_not_adoptable(leaf.local_tensor, prefetcher.mappings):
             leaf.adopt(writeback, own_buffer=row is not None and not at_home, prefetcher=prefetcher)
         else:
             leaves_by_key.setdefault(key, []).append(leaf)

@@ -61,7 +61,10 @@ def check_saved_state(leaf: ParamRecord, fields: Sequence[StateField], hidden: M
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
     for field in fields:
         if field.name not in hidden and field.name not in saved and field.state_index is not None:
-            raise ValueError(f"the state of parameter {leaf.name!r} has no {field.name!r}, only {sorted(saved)}. {remedy}")
+            raise ValueError(
+                f"the state of parameter {leaf.name!r} has no {field.name!r}, only {sorted(saved)}. An option that needs it, such as "
+                f"amsgrad, must be set before the first step. {remedy}"
+            )
         if field.name in hidden or field.name not in saved:
             continue
         shape, expected = tuple(np.shape(saved[field.name])), tuple(leaf.shape if field.shape is None else field.shape)
