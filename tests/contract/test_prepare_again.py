@@ -8,6 +8,7 @@ import sys
 import jax
 import optax
 import pytest
+import safetensors.torch
 import torch
 from sampling import sampled
 
@@ -20,6 +21,7 @@ FOLDERS = tuple(os.path.dirname(package.__file__) + os.sep for package in (bridg
 # Files whose lines call the update or enter and leave contexts.
 UPDATES = os.path.join("_runtime", "execute.py"), os.path.join("_train", "call.py")
 CONTEXTS = os.path.join("_runtime", "transaction.py"), os.path.join("bridge", "_process.py")
+MEMORY_FOLDER = os.path.join(os.path.dirname(bridge.__file__), "_memory") + os.sep  # where construction moves parameters
 SHAPES = [(5, 4)] * 4 + [(90, 90), (7,)]
 
 
@@ -49,7 +51,7 @@ class LineError(Exception):
     pass
 
 
-def fail_at(line, function, *arguments):
+def fail_at(line, function, *arguments, folders=FOLDERS):
     """Call a function and raise an error at the given line of its preparation; return the number of lines and whether it returned.
 
     Lines that enter or leave a context, and all lines from the update on, are not counted.
@@ -68,7 +70,7 @@ def fail_at(line, function, *arguments):
         return local
 
     traced = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: local if frame.f_code.co_filename.startswith(FOLDERS) else None)
+    sys.settrace(lambda frame, event, argument: local if frame.f_code.co_filename.startswith(folders) else None)
     try:
         function(*arguments)
     except LineError:
@@ -154,6 +156,22 @@ def test_failed_call_changes_nothing(call):
         assert all(map(torch.allclose, params, expected)), (call, line)
         for p, q in zip(params, expected, strict=True):
             torch.testing.assert_close(opt.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+
+
+@pytest.mark.fast_path
+def test_failed_construction_affects_no_later_optimizer(tmp_path):
+    params = []  # kept, so that each file has addresses of its own
+
+    def build_from_file():
+        path = tmp_path / f"{len(params)}.safetensors"
+        safetensors.torch.save_file({"w": torch.ones(4, 4)}, path)
+        params.append(torch.nn.Parameter(safetensors.torch.load_file(path)["w"]))
+        return torch_api.MaskedSGD(params[-1:], lr=0.1)
+
+    for line in range(1, 100):
+        assert not fail_at(line, build_from_file, folders=MEMORY_FOLDER)[1]
+        (row,) = build_from_file().report().rows
+        assert row["write-back"] == "inplace", line
 
 
 def test_other_gradients_work_after_an_error_in_their_first_step():
