@@ -4,7 +4,7 @@ The backbone is an ordinary `nn.Module` with batch norm; `bridge.module_function
 model. One `jax.jit` passes a batch of scikit-learn's digits through both, differentiates both, and updates both by optax. Finally the
 weights and the running statistics are written back into the module, in place, and torch alone computes the same features.
 
-    python examples/backbone_and_head.py               # about 20 seconds on two CPU cores (needs `pip install equinox`)
+    python examples/backbone_and_head.py               # about 20 seconds on two CPU cores
 """
 
 from typing import Any

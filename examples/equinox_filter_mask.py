@@ -1,4 +1,4 @@
-"""An Equinox filter, a tree of bools made by `tree_at`, as the mask of a torch optimizer (needs `pip install equinox`).
+"""An Equinox filter, a tree of bools made by `tree_at`, as the mask of a torch optimizer.
 
 A torch network learns scikit-learn's digits in two phases: first only its last layer, then also the layer before. The filter is the one
 from Equinox's page on freezing parameters, applied to the nested dict of the torch module's parameters. Afterwards `equinox.partition`

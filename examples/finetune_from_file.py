@@ -5,7 +5,7 @@ them, gets a new head, and learns from 60 images how many closed loops a digit h
 trained; `set_trainable` adds a layer after each quarter of the epochs, from the top down. For comparison, the same network learns from the
 same images without the file.
 
-    python examples/finetune_from_file.py                # 20 seconds on two CPU cores (needs `pip install safetensors`)
+    python examples/finetune_from_file.py                # 20 seconds on two CPU cores
     python examples/finetune_from_file.py --epochs 4     # a quick look
 
 It prints the accuracy after each stage, and checks that each layer keeps the bits of the file until it is unfrozen.

@@ -4,7 +4,7 @@ Both read the same batch, which is in memory only once, and see each other's pre
 network, optax the Equinox network. Then torch hands its network and the state of its optimizer over to optax, which trains for an epoch in
 pure JAX and hands both back, in place: the weights are the same as if torch had continued.
 
-    python examples/two_worlds.py                      # about 15 seconds on two CPU cores (needs `pip install equinox`)
+    python examples/two_worlds.py                      # about 15 seconds on two CPU cores
 """
 
 import copy
