@@ -58,7 +58,8 @@ class Report:
         self._trained_sizes = [_trained_size(leaf) for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"]
         numbers = sorted({leaf.group_index for leaf in leaves if id(leaf) in inner})
         where = " of the groups" if trained <= set(numbers) else f" of group {', '.join(map(str, numbers))}"
-        self.note = f"The lr{where} multiplies what the transformation gives. The table has the product." if numbers else ""
+        product = " The table has the product." if any(rates.lr is not None for rates in inner.values()) else ""
+        self.note = f"The lr{where} multiplies what the transformation gives.{product}" if numbers else ""
 
     @property
     def summary(self) -> str:

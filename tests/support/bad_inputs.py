@@ -486,6 +486,7 @@ CHECKPOINTS = [
     Bad("a dict without param_groups", **loading(lambda d: d.pop("param_groups"))),
     Bad("a state_dict of the model", lambda opt: opt.load_state_dict(model().state_dict()), stepped()),
     Bad("a checkpoint that has it as an entry", lambda opt: opt.load_state_dict({"epoch": 3, "optimizer": opt.state_dict()}), stepped()),
+    Bad("a checkpoint of Lightning", lambda opt: opt.load_state_dict({"epoch": 3, "optimizer_states": [opt.state_dict()]}), stepped()),
     Bad("a state of optax", lambda opt: opt.load_state_dict(to_optax_state(opt, optax.adam(0.1))), stepped()),
     Bad("a checkpoint of torch.optim.SGD", lambda opt: opt.load_state_dict(sgd_of(model()).state_dict()), stepped()),
     Bad("a checkpoint of AdamW for SGD", lambda opt: opt.load_state_dict(adamw()(model()).state_dict()), lambda net: MOMENTUM(net)),

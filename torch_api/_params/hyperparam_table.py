@@ -204,7 +204,8 @@ class HyperparamTable:
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced_hyperparams)):
             raise ValueError(
                 f"{self._cls_name}: decay_mask needs a transformation that updates each parameter separately and takes weight_decay as a "
-                "traced number; this one does not. Use its own mask argument, or use PartitionedOptimizer with a label for the rest."
+                "traced number; this one does not. Use its own mask argument if it has one, or a PartitionedOptimizer with a label, and so "
+                "with state of its own, for the parameters without decay."
             )
         if group.get("wd_scale", 1.0) != 1.0 and "weight_decay" not in dict(row.traced_hyperparams):
             raise ValueError(f"{self._cls_name}: wd_scale needs a weight_decay that the transformation takes as a traced number.")

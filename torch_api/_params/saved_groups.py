@@ -62,8 +62,18 @@ def _describe_other_dict(state_dict: StateDict) -> str:
     listed = f"{keys[:8]}{' and more' if len(keys) > 8 else ''}"
     if keys and all(isinstance(value, torch.Tensor) for value in state_dict.values()):
         return f"tensors by name, {listed}: a state_dict of a model, which model.load_state_dict() takes"
-    inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and "param_groups" in value]
-    return f"{listed}; give the entry {inside[0]!r} of it" if inside else listed
+    inside = _index_of_optimizer(state_dict)
+    return f"{listed}; give the entry {inside} of it" if inside else listed
+
+
+def _index_of_optimizer(checkpoint: StateDict) -> str:
+    """Return how to index the first optimizer's state_dict in a checkpoint; '' if there is none."""
+    for key, value in checkpoint.items():
+        is_list = isinstance(value, list) and bool(value)  # as in a checkpoint of Lightning
+        part = value[0] if is_list else value
+        if isinstance(part, Mapping) and "param_groups" in part:
+            return f"[{key!r}]{'[0]' if is_list else ''}"
+    return ""
 
 
 def check_optimizer(cls_name: str, own: ParamGroup, saved: ParamGroup, hyperparams: Hyperparams) -> None:

@@ -82,6 +82,16 @@ def test_compilation_warning_names_the_cause(case):
         run([(ours, params)], 2)
 
 
+@pytest.mark.parametrize(("before", "after", "counts"), [(0.0, 0.9, "1, was 0"), (0.9, 0.0, "0, was 1")])
+def test_compilation_warning_says_that_momentum_adds_or_removes_state(before, after, counts):
+    pairs, params = named((3, 134 + int(after == 0.0)))  # shapes that no other test uses
+    optimizer = torch_api.MaskedSGD(pairs, lr=0.1, momentum=before)
+    run([(optimizer, params)], 1)
+    optimizer.param_groups[0]["momentum"] = after
+    with pytest.warns(CompilationWarning, match=rf"program: the number of state arrays is {counts}, of 'w0', 'w1', 'w2'$"):
+        run([(optimizer, params)], 1)
+
+
 def test_compilation_warning_points_to_the_caller_of_step():
     pairs, params = named((3, 131))
     ours = torch_api.MaskedAdamW(pairs)
