@@ -288,6 +288,7 @@ CELLS = [("LSTM", {"batch_first": True, "proj_size": 2}), ("GRU", {"bidirectiona
 CELLS += [("RNN", {"nonlinearity": "relu", "bias": False})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), CELLS)
 def test_forward_packs_with_constant_lengths(kind, options):
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def trained(tx, start, grads, masks, transposed=False):
     return optimizer, own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "transposed"), [*((name, False) for name in TRANSFORMATIONS), ("dog", True), ("distance of each", True)])
 def test_initial_state_depends_only_on_selected_elements(name, transposed):
     start, grads, masks = draw()

@@ -94,6 +94,7 @@ MAKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "leaves"), sampled_tuples([*((name, 3) for name in MAKE), ("AdamW", 300), ("clip", 300), ("LAMB", 300)]))
 def test_each_jaxpr_is_walked_once(name, leaves, monkeypatch):
     walked, walk = [], queries._compute_properties

@@ -51,6 +51,7 @@ def test_gaussian_nll_does_not_read_variances_under_jit():
 LENGTHS = torch.tensor([7, 5, 2]), torch.tensor([3, 2, 3])  # the last has more labels than frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("joined", "reduction"), sampled_tuples([(False, "mean"), (True, "none")]))
 def test_ctc_loss_matches_torch(joined, reduction):
     torch.manual_seed(0)
