@@ -22,14 +22,14 @@ _Ranges = list[tuple[int, int]]
 
 
 class FileMappings:
-    """The process's private file mappings that no Python object made. They are read at the first question, once.
+    """The process's private file mappings that no Python object made, as they are when a tensor is first looked up.
 
     A loader of weights makes such mappings. Writes to one reach neither the file nor another process. A mapping made by an `mmap`
     (numpy.memmap) may have views.
     """
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor that existed at the first question is in such a mapping."""
+        """Return whether a tensor is in such a mapping. It must have existed at the first lookup."""
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         nth = bisect_right(self._ranges, first, key=itemgetter(0)) - 1
         return nth >= 0 and last <= self._ranges[nth][1]

@@ -75,6 +75,7 @@ def test_report_shows_the_rates_inside(name):
     optimizer.param_groups[0]["lr"] = 0.5
     assert shown(optimizer) == (f"0.5 x {INSIDE}" if lr == INSIDE else 0.5 * lr, decay)
     assert f"{lr * 0.5:g}" in str(optimizer) if lr != INSIDE else f"0.5 x {INSIDE}" in str(optimizer)
+    assert ("The table has the product." in str(optimizer)) is (lr != INSIDE)
     optimizer.param_groups[0]["lr"] = 0.0
     assert shown(optimizer) == (0.0, decay)
 
