@@ -76,7 +76,6 @@ IN_EVERY_RUN = {
     "finetune_from_file": ["--epochs", "4"],
     "lora_int8_base": ["--steps", "5"],
     "optimizer_in_ten_lines": [],
-    "two_worlds": [],
 }
 RUNS = list(IN_EVERY_RUN.items())
 RUNS += [pytest.param(name, [], marks=pytest.mark.nightly) for name in PRINTED if IN_EVERY_RUN.get(name) != []]
