@@ -328,3 +328,20 @@ def test_torch_continues_from_a_checkpoint_with_frozen_parameters(name, frozen):
     torch.testing.assert_close(theirs[1 - frozen], params[1 - frozen], rtol=1e-5, atol=1e-6)
     assert torch.equal(theirs[frozen], alone[frozen])
     assert not torch.equal(alone[1 - frozen], params[1 - frozen]), "the saved state had no effect"
+
+
+def test_loaded_state_of_a_frozen_parameter_is_saved_again_and_used_after_a_thaw():
+    params = random_params(shapes=[(5, 4), (4,)])
+    source = torch.optim.AdamW(named(params), lr=0.01)
+    advance(source, params, 3, seed=0)
+    ours, theirs = clones(params), clones(params)
+    optimizer = torch_api.MaskedAdamW(named(ours), lr=0.01, mask="layer1.*")
+    optimizer.load_state_dict(through_a_file(source.state_dict()))
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], source.state[params[0]]["exp_avg"])
+    reference = torch.optim.AdamW(named(theirs), lr=0.01)
+    reference.load_state_dict(through_a_file(source.state_dict()))
+    optimizer.set_trainable("layer0.*", True)
+    run_pair(optimizer, ours, reference, theirs, 20)
+    assert all(movement_error(*each) < 1e-5 for each in zip(ours, theirs, params, strict=True))
+    optimizer.set_trainable("layer0.*", False, keep_state=False)
+    assert "exp_avg" not in optimizer.state_dict()["state"].get(0, {})
