@@ -175,7 +175,7 @@ def test_failed_construction_affects_no_later_optimizer(tmp_path):
             (row,) = build_from_file().report().rows
             assert row["write-back"] == "inplace", line
 
-    # In a thread of its own, because Python 3.11 keeps a handled exception for the thread if a trace function raises where one is handled.
+    # In a thread of its own: with Python 3.11 a trace function that raises can leave a handled exception behind for its thread.
     with ThreadPoolExecutor(1) as executor:
         executor.submit(check).result()
     assert sys.exception() is None

@@ -159,14 +159,14 @@ def list_reasons(before: RecompileInputs, now: RecompileInputs) -> list[str]:
 
 def _list_changes(before: update.LeafPlan, now: update.LeafPlan) -> Iterable[str]:
     """Yield the differences between two plans of one parameter."""
-    adds_state = len(before.state) != len(now.state)
-    if adds_state:
+    other_count = len(before.state) != len(now.state)
+    if other_count:
         yield f"the number of state arrays is {len(now.state)}, was {len(before.state)},"
     if before.transform != now.transform:
         old, new = dict(before.transform.static_hyperparams), dict(now.transform.static_hyperparams)
         names = [name for name in new if name in old and old[name] != new[name]]
         yield from (f"{name} is {new[name]!r}, was {old[name]!r}," for name in names)
-        if not names and not adds_state:
+        if not names and not other_count:
             yield "other hyperparameters, or other state beside the transformation's,"
     if before.spec.dtype != now.spec.dtype:
         yield f"the dtype is {now.spec.dtype}, was {before.spec.dtype},"
@@ -176,7 +176,7 @@ def _list_changes(before: update.LeafPlan, now: update.LeafPlan) -> Iterable[str
         yield f"the dtype of the gradient is {now.grad_dtype}, was {before.grad_dtype},"
     if before.inplace != now.inplace:
         yield "another writeback"
-    if not adds_state and [dtype for _, dtype in before.state] != [dtype for _, dtype in now.state]:
+    if not other_count and [dtype for _, dtype in before.state] != [dtype for _, dtype in now.state]:
         yield "another dtype of the state"
     if before.has_element_mask != now.has_element_mask:
         yield "another mask of elements"
